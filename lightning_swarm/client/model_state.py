@@ -228,18 +228,18 @@ def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Map each key of a state dict, even a renamed one, to its tensor's first name in the module, if it has one."""
     first = first_names(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    by_place = {place: first[name] for name, tensor in tensors if (place := _place(tensor)) is not None}
+    by_memory = {memory: first[name] for name, tensor in tensors if (memory := _memory_of(tensor)) is not None}
     found = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            place = _place(value)
-            name = first.get(key) if place is None else by_place.get(place)
+            memory = _memory_of(value)
+            name = first.get(key) if memory is None else by_memory.get(memory)
             if name is not None:
                 found[key] = name
     return found
 
 
-def _place(tensor: Tensor) -> tuple[object, ...] | None:
+def _memory_of(tensor: Tensor) -> tuple[object, ...] | None:
     """Return a key, equal for two tensors only if both are the same elements in memory; None if it has no memory."""
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return None

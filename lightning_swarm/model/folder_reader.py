@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+NO_BLOCK: Final = -1  # in place of a block's index: the tensors outside of blocks, such as embeddings
+
 
 class FolderReader:
     """Reads a model's tensors by the module's names, which may differ from the names in its files."""
@@ -31,21 +33,24 @@ class FolderReader:
         quantized: Iterable[str] = (),  # layers whose weights in the files are quantised
     ) -> None:
         self._folder, self._model = folder, model
-        self._left_out = tuple(f"{layer}." for layer in quantized)
+        self._quantized_prefixes = tuple(f"{layer}." for layer in quantized)
         self._prefix = f"{model.module.base_model_prefix}."
-        # `id` of a parameter -> its names. A tied one has several, of which the files may have only some.
-        self._aliases: dict[int, list[str]] = {}
+        # `id` of a parameter -> its names in the module. A tied one has several, of which the files may have only some.
+        self._names_by_parameter_id: dict[int, list[str]] = {}
         for name, tensor in model.module.named_parameters(remove_duplicate=False):
-            self._aliases.setdefault(id(tensor), []).append(name)
-        self._same = {name: names for names in self._aliases.values() for name in names}  # name -> all names
+            self._names_by_parameter_id.setdefault(id(tensor), []).append(name)
+        # module's name -> all module's names of the same parameter
+        self._tied_names = {name: names for names in self._names_by_parameter_id.values() for name in names}
         self._read: set[str] = set()  # names in the files, of tensors that were read
-        # The part that was converted last: the index of its block (-1: tensors in no block), and its tensors by name.
+        # The part that was converted last: the index of its block, or `NO_BLOCK`, and its tensors by name.
         self._loaded: tuple[int | None, dict[str, Tensor]] = (None, {})
 
     def __call__(self, name: str) -> Tensor:
         """Read a tensor by its name in the module."""
         # If the files hold a base model, without a head for generating text, their names lack the prefix.
-        aliases = [one for alias in self._same.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))]
+        aliases = [
+            one for alias in self._tied_names.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))
+        ]
         names = [one for one in dict.fromkeys(aliases) if self._folder.has(one)]
         if not names:
             return self._converted(name)
@@ -70,23 +75,24 @@ class FolderReader:
         """Return a tensor that has another name in the files, converted by Hugging Face's own loader."""
         blocks = self._model.blocks
         root = f"{blocks.root_name}."
-        index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else -1
+        index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else NO_BLOCK
         if self._loaded[0] != index:
             self._loaded = index, self._load(index)
         # In the small model that `_load` fills, the block has the number 0.
-        key = name if index < 0 else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
+        key = name if index == NO_BLOCK else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
         like, found = self._model.module.state_dict()[name], self._loaded[1].get(key)
         if found is None or found.shape != like.shape:
             raise ConfigError(
                 f"the files of a served model must have all of its weights, and {str(self._folder.path)!r} has no "
-                f"{name!r}, also not under another name by which transformers loads a block alone. Write it again by "
-                "`save_pretrained`, or serve another model."
+                f"{name!r}, and transformers finds it under no other name either. Save the model again with "
+                "`save_pretrained`, or serve another one."
             )
         return found
 
     @cached_property
-    def _named(self) -> Callable[[str], str]:
-        return _loaded_names(self._model.module)  # lazy, because most files have the module's names
+    def _to_module_name(self) -> Callable[[str], str]:
+        """The function that maps a name in the files to a name in the module."""
+        return _make_to_module_name(self._model.module)  # lazy, because most files have the module's names
 
     def warn_of_unread(self) -> None:
         """After the whole model was read: warn of other tensors in the files, as Hugging Face's own loader does."""
@@ -98,38 +104,42 @@ class FolderReader:
         ]
         if unread:
             _log.warning(
-                "%d tensors of %s are no part of a %s, as its config.json describes it, and are not served: %s.",
+                "%d tensors of %s are not part of a %s, as its config.json describes it, and are not served: %s.",
                 len(unread),
                 self._folder.path,
                 type(self._model.module).__name__,
                 ", ".join(sorted(unread)[:5]),
             )
 
-    def _names_of(self, index: int) -> dict[str, str]:
+    def _renames_for_block(self, index: int) -> dict[str, str]:
         """Map the files' names of a block's tensors to their names in a model that has only this block.
 
-        If `index` is -1, map the tensors outside of blocks to themselves.
+        For `NO_BLOCK`, map the names of the tensors outside of blocks to themselves.
         """
         root = f"{self._model.blocks.root_name}."
-        if index < 0:
-            left_out = root, *self._left_out
-            return {name: name for name in self._folder.names if not self._named(name).startswith(left_out)}
-        own, place = self._model.blocks.names[index], f"{root}{self._model.blocks.names[index]}."
+        if index == NO_BLOCK:
+            excluded = root, *self._quantized_prefixes
+            return {name: name for name in self._folder.names if not self._to_module_name(name).startswith(excluded)}
+        block_name = self._model.blocks.names[index]
+        prefix = f"{root}{block_name}."
         found = {}
         for name in self._folder.names:
-            if not self._named(name).startswith(place) or self._named(name).startswith(self._left_out):
+            own = self._to_module_name(name)
+            if not own.startswith(prefix) or own.startswith(self._quantized_prefixes):
                 continue
-            # Another part of the name may equal the block's number. Take the replacement that gives a name in block 0.
+            # Another part of the name may equal the block's number, as in `h.1.experts.1.w` of block 1. Take the
+            # replacement that gives a name in block 0: `h.0.experts.1.w`.
             parts = name.split(".")
-            moved = (".".join([*parts[:at], "0", *parts[at + 1 :]]) for at, part in enumerate(parts) if part == own)
-            found[name] = next(one for one in moved if self._named(one).startswith(f"{root}0."))
+            positions = [at for at, part in enumerate(parts) if part == block_name]
+            moved = (".".join([*parts[:at], "0", *parts[at + 1 :]]) for at in positions)
+            found[name] = next(one for one in moved if self._to_module_name(one).startswith(f"{root}0."))
         return found
 
     def _load(self, index: int) -> dict[str, Tensor]:
-        """Load one block, as the only block of a small model, or the tensors in no block (-1)."""
+        """Load one block, as the only block of a small model, or the tensors outside of blocks (`NO_BLOCK`)."""
         import transformers
 
-        model, names = self._model, self._names_of(index)
+        model, names = self._model, self._renames_for_block(index)
         state = {new: self._folder.tensor(name) for name, new in names.items()}
         verbosity = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()
@@ -147,13 +157,13 @@ class FolderReader:
             transformers.logging.enable_progress_bar()
         missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
         self._read |= {
-            name for name, new in names.items() if new not in unexpected and self._named(new) not in unexpected
+            name for name, new in names.items() if new not in unexpected and self._to_module_name(new) not in unexpected
         }
         # Missing tensors have random values.
         return {name: tensor for name, tensor in small.state_dict().items() if name not in missing}
 
 
-def _loaded_names(module: Any) -> Callable[[str], str]:
+def _make_to_module_name(module: Any) -> Callable[[str], str]:
     """Return a function that maps a tensor's name in files to its name in the model, as transformers does."""
     from transformers import conversion_mapping, core_model_loading
 
@@ -165,12 +175,12 @@ def _loaded_names(module: Any) -> Callable[[str], str]:
 
 
 def _small_class(model: PretrainedModel, index: int) -> type:
-    """Return the model's class with one block: a copy of block `index`; -1: the block that the class makes."""
+    """Return the model's class with one block: a copy of block `index`; `NO_BLOCK`: the block that the class makes."""
     kind, root = type(model.module), model.blocks.root_name
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, config, *args, **kwargs)
-        if index >= 0:
+        if index != NO_BLOCK:
             block = model.blocks.modules[index]
             tensors = [*block.parameters(), *block.buffers()]
             on_meta = {id(one): in_place_of(one, torch.empty_like(one, device="meta")) for one in tensors}
@@ -181,7 +191,7 @@ def _small_class(model: PretrainedModel, index: int) -> type:
 
 
 def _small_config(config: Any, index: int) -> Any:
-    """Return the config of a model that has only block `index`; -1: only the first block."""
+    """Return the config of a model that has only block `index`; `NO_BLOCK`: only the first block."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     number, first = text.num_hidden_layers, max(index, 0)
@@ -189,6 +199,6 @@ def _small_config(config: Any, index: int) -> Any:
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == number:  # one entry for each block, such as its kind of attention
             setattr(text, name, value[first : first + 1])
-    if index >= 0:  # embeddings are not loaded, so make them small
+    if index != NO_BLOCK:  # embeddings are not loaded, so make them small
         text.vocab_size, text.pad_token_id = 8, None
     return small

@@ -264,9 +264,9 @@ class InitRecord:
         if is_random:
             drawn = self._draw(function, *arguments) if self._draws else None
         leaves, spec = tree_flatten(arguments)
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                leaves[place] = self.view(leaf) if leaf.is_meta else MaterializedTensor(leaf, leaf._version)
+                leaves[index] = self.view(leaf) if leaf.is_meta else MaterializedTensor(leaf, leaf._version)
         self._calls.append(RecordedCall(function, leaves, spec, *effects, torch.get_default_dtype(), drawn))
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:

@@ -60,8 +60,8 @@ def _with_tuples(own: Any, value: Any) -> Any:
     """Convert lists to tuples where the present value has tuples, because the wire has only lists."""
     if not isinstance(value, (list, tuple)) or not isinstance(own, (list, tuple)):
         return value
-    places = [own[min(place, len(own) - 1)] if own else None for place in range(len(value))]
-    found = [_with_tuples(one, new) for one, new in zip(places, value, strict=True)]
+    olds = [own[min(index, len(own) - 1)] if own else None for index in range(len(value))]
+    found = [_with_tuples(one, new) for one, new in zip(olds, value, strict=True)]
     return tuple(found) if isinstance(own, tuple) else found
 
 

@@ -158,13 +158,13 @@ class OptimizerTemplate:
 
     def _tried(self, names: Sequence[str], *, portable: bool = False) -> _Tried:
         """Step these parameters a few times with random gradients, and return the effects."""
-        places = {name: list(self._parameters).index(name) for name in names}
+        indices = {name: list(self._parameters).index(name) for name in names}
         dtypes = {name: self._parameters[name].dtype if portable else None for name in names}
 
         def numbers(name: str, step: int) -> Tensor:
             # Sizes of gradients vary between steps and parameters, so that any factor common to all parameters shows.
-            draw = torch.Generator().manual_seed(1 + places[name] * (_TRIED_STEPS + 1) + step)
-            size = 4.0 ** ((places[name] + 2 * step) % 5 - 2)
+            draw = torch.Generator().manual_seed(1 + indices[name] * (_TRIED_STEPS + 1) + step)
+            size = 4.0 ** ((indices[name] + 2 * step) % 5 - 2)
             return torch.randn(self._parameters[name].shape, generator=draw, dtype=dtypes[name]) * size
 
         made = {name: nn.Parameter(numbers(name, 0)) for name in names}

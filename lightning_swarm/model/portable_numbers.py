@@ -19,7 +19,7 @@ _MAX_AT_ONCE: Final = 1 << 24  # elements of all tensors
 _MAX_MEAN: Final = 1 << 16  # mean number of elements per tensor
 _DIGITS: Final = decimal.Context(prec=40)
 # operations of `PortableFloat` whose results are of this class again
-_CLOSED: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
+_CLOSED_UNDER: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
 
 
 @lru_cache(maxsize=256)
@@ -36,19 +36,19 @@ class PortableFloat(float):
     __slots__ = ()
 
     def __pow__(self, exponent: float, mod: None = None) -> Any:
-        return _raised(float(self), exponent, float.__pow__)
+        return _powered(float(self), exponent, float.__pow__)
 
     def __rpow__(self, base: float, mod: None = None) -> Any:
-        return _raised(base, float(self), lambda one, other: float(one) ** other)
+        return _powered(base, float(self), lambda one, other: float(one) ** other)
 
 
-def _raised(base: float, exponent: float, otherwise: Callable[[float, float], Any]) -> Any:
+def _powered(base: float, exponent: float, otherwise: Callable[[float, float], Any]) -> Any:
     if base > 0.0 and abs(base) != float("inf") and abs(exponent) != float("inf"):
         return PortableFloat(_power(float(base), float(exponent)))
     return otherwise(base, exponent)  # exact for a base of zero, infinity or NaN
 
 
-def _closed(name: str) -> Callable[..., Any]:
+def _closed_under(name: str) -> Callable[..., Any]:
     compute = getattr(float, name)
 
     def method(*operands: Any) -> Any:
@@ -58,8 +58,8 @@ def _closed(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in _CLOSED:
-    setattr(PortableFloat, f"__{_name}__", _closed(f"__{_name}__"))
+for _name in _CLOSED_UNDER:
+    setattr(PortableFloat, f"__{_name}__", _closed_under(f"__{_name}__"))
 
 
 @contextmanager
@@ -75,6 +75,7 @@ def portable_groups(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for group, old in zip(groups, before, strict=True):
             group.update({key: old[key] for key in algorithm if key in old})
+            # Keep the other values, because a step may have changed them.
             group.update({key: _plain(value) for key, value in group.items() if key != "params"})
         for state in optimizer.state.values():
             state.update({key: _plain(value) for key, value in state.items() if type(value) is PortableFloat})

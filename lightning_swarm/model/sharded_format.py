@@ -51,7 +51,7 @@ def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[WrittenVa
     planner.set_up_planner(dict(content), None, False)
     writer.set_up_storage_writer(False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    # The writer names its files by a part's place in the list of all parts.
+    # The writer names its files by a part's index in the list of all parts.
     plan = planner.finish_plan(writer.prepare_global_plan([*[SavePlan([])] * part, plan])[part])
     results: Sequence[WriteResult] = writer.write_data(plan, planner).wait()
     tensors = {item.index.fqn: item.tensor_data for item in plan.items}
@@ -73,9 +73,9 @@ def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence
 def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) -> None:
     """Refuse values that a peer cannot have written for these parameters and buffers, with a `ProtocolError`."""
     for value in written:
-        place = value.path[:1] if value.path[0] == WEIGHTS else value.path[:2]
-        # After `place`, the path goes on with a name, which must be one of `names`.
-        named = place in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(place) : len(place) + 1]
+        start = value.path[:1] if value.path[0] == WEIGHTS else value.path[:2]
+        # After `start`, the path goes on with a name, which must be one of `names`.
+        named = start in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(start) : len(start) + 1]
         if not named or named[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", value.file):
             raise ProtocolError(f"part {part} of a checkpoint has state of its own, in files of its own; got {value}")
         _dtype(value)

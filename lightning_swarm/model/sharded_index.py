@@ -46,13 +46,13 @@ _TENSOR: Final = _record(TensorStorageMetadata)
 _BYTES: Final = _record(BytesStorageMetadata)
 _CHUNK: Final = _record(ChunkStorageMetadata)
 _PROPERTIES: Final = _record(TensorProperties)
-_PLACE: Final = _record(MetadataIndex)
+_KEY: Final = _record(MetadataIndex)
 _STORED: Final = _record(_StorageInfo)
 
 _MAX_NAME: Final = 200  # characters of a file's name
 _METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
 _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
-    **{(_METADATA_MODULE, one.__name__): one for one in (_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _PLACE)},
+    **{(_METADATA_MODULE, one.__name__): one for one in (_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _KEY)},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORED,
     **dict.fromkeys(
         [
@@ -81,7 +81,7 @@ class _Unpickler(pickle._Unpickler):
         try:
             return _STAND_INS[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index") from None
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index") from None
 
     @override
     def persistent_load(self, pid: Any) -> Any:
@@ -89,7 +89,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read an index; raise `ConfigError` if it is none, names more than an index does, or contradicts itself."""
+    """Read an index; raise `ConfigError` if it is not one, contains other names, or contradicts itself."""
     try:
         with path.open("rb") as file:
             return _metadata(_Unpickler(file).load())
@@ -108,12 +108,13 @@ def _metadata(raw: Any) -> Metadata:
     """Convert an unpickled index to torch's own form, and check that its parts fit together."""
     index = _fields(raw, _METADATA, state_dict_metadata=dict, storage_data=dict, planner_data=dict)
     tensors = {_text(key): _entry(value) for key, value in index["state_dict_metadata"].items()}
-    stored = {_place(place): _stored(value) for place, value in index["storage_data"].items()}
+    stored = {_storage_key(key): _stored(value) for key, value in index["storage_data"].items()}
     paths = {_text(key): _path(value) for key, value in index["planner_data"].items()}
-    # All paths must differ, and none may lead through another one's value.
+    if paths.keys() != tensors.keys():
+        raise _Malformed("its values and its paths have different names")
     prefixes = {path[:length] for path in paths.values() for length in range(1, len(path))}
-    if paths.keys() != tensors.keys() or len({*paths.values()} - prefixes) != len(paths):
-        raise _Malformed("its values and their paths do not fit together")
+    if len({*paths.values()} - prefixes) != len(paths):
+        raise _Malformed("two of its values have the same path, or one's path leads through the other")
     for key, entry in tensors.items():
         _check_stored(key, entry, stored)
     return Metadata(state_dict_metadata=tensors, planner_data=paths, storage_data=stored)
@@ -128,22 +129,22 @@ def _entry(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         raise _Malformed("a tensor has no dtype")
     size = _size(tensor["size"])
     chunks = [_fields(chunk, _CHUNK, offsets=tuple, sizes=tuple) for chunk in tensor["chunks"]]
-    places = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    parts = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     is_inside = all(
         len(chunk.offsets) == len(chunk.sizes) == len(size)
         and all(start + length <= whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
-        for chunk in places
+        for chunk in parts
     )
     # Otherwise a part of the tensor would not be read.
-    if not is_inside or sum(math.prod(chunk.sizes) for chunk in places) != math.prod(size):
+    if not is_inside or sum(math.prod(chunk.sizes) for chunk in parts) != math.prod(size):
         raise _Malformed(f"the parts of a tensor of {tuple(size)} do not make it up")
-    return TensorStorageMetadata(TensorProperties(dtype=properties[0]), size, places)
+    return TensorStorageMetadata(TensorProperties(dtype=properties[0]), size, parts)
 
 
-def _place(raw: Any) -> MetadataIndex:
-    place = _fields(raw, _PLACE, fqn=str)
-    offset = place.get("offset")
-    return MetadataIndex(place["fqn"], None if offset is None else _size(offset))
+def _storage_key(raw: Any) -> MetadataIndex:
+    key = _fields(raw, _KEY, fqn=str)
+    offset = key.get("offset")
+    return MetadataIndex(key["fqn"], None if offset is None else _size(offset))
 
 
 def _stored(raw: Any) -> _StorageInfo:
@@ -151,7 +152,7 @@ def _stored(raw: Any) -> _StorageInfo:
     name, offset, length = stored["relative_path"], stored["offset"], stored["length"]
     is_name = name.isprintable() and len(name) <= _MAX_NAME and name == Path(name).name
     if not is_name or name in ("", "..") or "\\" in name:
-        raise _Malformed(f"it names {name!r}, which is no file in its folder")
+        raise _Malformed(f"it names {name!r}, which is not a file name")
     if min(offset, length) < 0:
         raise _Malformed(f"it has a value at {offset} of {length} bytes")
     if stored.get("transform_descriptors"):
@@ -165,12 +166,12 @@ def _check_stored(
     key: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
     """Check that the files hold all bytes of a value's shape, because the shape decides how much is allocated."""
-    places = [(MetadataIndex(key), 0)]
+    parts = [(MetadataIndex(key), 0)]
     if isinstance(entry, TensorStorageMetadata):
         item = entry.properties.dtype.itemsize
-        places = [(MetadataIndex(key, chunk.offsets), math.prod(chunk.sizes) * item) for chunk in entry.chunks]
-    for place, num_bytes in places:
-        if place not in stored or stored[place].length < num_bytes:
+        parts = [(MetadataIndex(key, chunk.offsets), math.prod(chunk.sizes) * item) for chunk in entry.chunks]
+    for storage_key, num_bytes in parts:
+        if storage_key not in stored or stored[storage_key].length < num_bytes:
             raise _Malformed(f"the files have less of {key!r} than its shape says")
 
 
@@ -182,13 +183,13 @@ def _path(raw: Any) -> tuple[str | int, ...]:
 
 def _size(raw: Any) -> torch.Size:
     if not isinstance(raw, tuple) or not all(type(number) is int and number >= 0 for number in raw):
-        raise _Malformed(f"a shape is made of numbers from 0, got {raw!r:.100}")
+        raise _Malformed(f"a shape must consist of integers of at least 0, got {raw!r:.100}")
     return torch.Size(raw)
 
 
 def _text(raw: Any) -> str:
     if not isinstance(raw, str):
-        raise _Malformed(f"a key is a text, got {raw!r:.100}")
+        raise _Malformed(f"a key must be a string, got {raw!r:.100}")
     return raw
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Final, Literal, TypeAlias
 
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.model.partition.policy import balanced_ranges
+from lightning_swarm.model.partition.stage_ranges import balanced_ranges
 from lightning_swarm.planner.records import (
     USUAL_MICROBATCH,
     BlockProfile,

@@ -53,20 +53,20 @@ def read_swarm(
             "too little is measured yet: no peer has computed four microbatches of one stage. Try again in a while."
         )
     measured = sorted(rates, key=lambda peer: servers[peer].lead != peer)
-    lines = _lines(reports)
+    links = _link_usage(reports)
     held = {peer: {stage.index for stage in server.held} for peer, server in servers.items()}
     replicas = [[peer for peer, indices in held.items() if index in indices] for index in range(len(stages))]
     return LiveSwarm(
         model=_model(stages, work, max(server.around_parameters for server in servers.values())),
         compression=next(iter(servers.values())).compression,
-        machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in measured),
+        machines=tuple(_machine(name(peer), rates[peer], servers[peer], links[peer], assumed) for peer in measured),
         now=Now(
             setting=_setting(servers.values(), len(stages)),
             samples_per_s=min(sum(observed[peer].samples_per_s for peer in peers) for peers in replicas),
             sent_bytes_per_s=sum(observed[peer].sent_gb_per_hour * 1e9 / 3600 for peer in reports),
             unmeasured=tuple(name(peer) for peer in reports if peer not in rates),
             assumed_lines=tuple(
-                name(peer) for peer in measured if not (lines[peer].up_bytes_per_s and lines[peer].down_bytes_per_s)
+                name(peer) for peer in measured if not (links[peer].up_bytes_per_s and links[peer].down_bytes_per_s)
             ),
         ),
     )
@@ -105,10 +105,11 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
     blocks: list[BlockProfile] = []
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
         last = index == len(stages) - 1
-        # Blocks within a stage are given the size of its output. The last stage's is often no activation, so its input
-        # is taken, and the first stage's input is often no activation either.
-        into, out = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
-        inner = max(into, out) if index == 0 and last else into if last else out
+        # All blocks of a stage but the last get the size of the activation at one of its ends. The last stage's output
+        # and the first stage's input are often no activations, but loss values or tokens.
+        into, inner = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
+        if last:
+            inner = max(into, inner) if index == 0 else into
         share = BlockProfile(
             parameters=stage.num_parameters // stage.num_blocks,
             flop=flop / stage.num_blocks,
@@ -135,7 +136,8 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
     )
 
 
-_TOO_LITTLE: Final = 0.01  # share of a mean stage's work; a peer's rate at less work does not predict its rate at more
+# Share of a mean stage's work. With less work than this, a peer's measured rate says nothing about real work.
+_TOO_LITTLE: Final = 0.01
 
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
@@ -169,7 +171,7 @@ _FASTEST_BYTES_PER_S: Final = 1e12  # upper bound on the rate of a link
 _MOST_ROUND_TRIP: Final = 8.0  # sending is assumed to take at least the duration divided by this
 
 
-def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: AssumedRates) -> Machine:
+def _machine(name: str, flop_per_s: float, server: ServerReport, link: _LinkUsage, assumed: AssumedRates) -> Machine:
     """Describe a peer's machine; an unmeasured link gets the assumed rate, and unknown memory limits nothing."""
     machine = server.machine
     return Machine(
@@ -177,9 +179,9 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsag
         flop_per_s=flop_per_s,
         memory_bytes=(machine.memory_bytes if machine else None) or _UNKNOWN_MEMORY_BYTES,
         # Peers measure the bytes of tensors, and the planner counts the bytes on links.
-        up_bytes_per_s=max(line.up_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
-        down_bytes_per_s=max(line.down_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
-        latency_s=statistics.median(line.round_trips_s) / 2 if line.round_trips_s else 0.0,
+        up_bytes_per_s=max(link.up_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
+        down_bytes_per_s=max(link.down_bytes_per_s, default=0.0) / GOODPUT or assumed.line_bytes_per_s,
+        latency_s=statistics.median(link.round_trips_s) / 2 if link.round_trips_s else 0.0,
         processor=machine.processor if machine else "cpu",
         host_memory_bytes=(machine.host_memory_bytes if machine else None) or 0.0,
         bus_bytes_per_s=assumed.bus_bytes_per_s if machine and machine.processor == "accelerator" else 0.0,
@@ -195,21 +197,21 @@ class _LinkUsage:
     round_trips_s: list[float] = field(default_factory=list)
 
 
-def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
+def _link_usage(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
     """Combine the reports of both ends of each exchange into each peer's link to all other peers."""
-    lines: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
+    usage: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
     trips = _round_trips(reports)
     for ends, trip_s in trips.items():
         for end in ends:
-            lines[end].round_trips_s.append(trip_s)
+            usage[end].round_trips_s.append(trip_s)
     for peer, report in reports.items():
         for link in report.links:
             trip_s = trips.get(frozenset((peer, link.peer_id)), 0.0)
             for carried, sender, receiver in ((link.sent, peer, link.peer_id), (link.received, link.peer_id, peer)):
                 if carried is not None:
-                    lines[sender].up_bytes_per_s.append(_bytes_per_s(carried, trip_s))
-                    lines[receiver].down_bytes_per_s.append(_bytes_per_s(carried, trip_s))
-    return lines
+                    usage[sender].up_bytes_per_s.append(_bytes_per_s(carried, trip_s))
+                    usage[receiver].down_bytes_per_s.append(_bytes_per_s(carried, trip_s))
+    return usage
 
 
 def _bytes_per_s(carried: CarriedReport, round_trip_s: float) -> float:

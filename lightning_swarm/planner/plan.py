@@ -72,9 +72,9 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
             stages.move(move)
     held: list[list[int]] = [[] for _ in range(num_stages)]
     for number in range(len(rates)):
-        place = stages.stage_of(PeerId(str(number)))
-        assert place is not None  # the peer has a stage
-        held[place].append(number)
+        stage = stages.stage_of(PeerId(str(number)))
+        assert stage is not None  # the peer has a stage
+        held[stage].append(number)
     # The starter, whose number is 0, is in the last stage, as in a run.
     starters = next(index for index, numbers in enumerate(held) if 0 in numbers)
     held[starters], held[-1] = held[-1], held[starters]

@@ -30,7 +30,7 @@ from lightning_swarm.model.fidelity.written_inputs import (
     CallWatch,
     arguments_in,
     text_of,
-    written_places,
+    written_indices,
 )
 from lightning_swarm.model.partition import CALLS, StageModule
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
@@ -191,7 +191,7 @@ class Computation:
         for argument, found in written.items():
             if argument != POSITIONAL or self._module.spec.index == 0:
                 left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, found)
-            elif names := [name for index in written_places(found) for name in names_in_input.get(index, ())]:
+            elif names := [name for index in written_indices(found) for name in names_in_input.get(index, ())]:
                 raise ConfigError(
                     "a block must not write into its input if other code holds the same tensor: stage "
                     f"{self._module.spec.index} begins with a block that works in place, and {few(names)} would change "

@@ -93,7 +93,7 @@ def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None
         strategy.initial_weights.fill_outside(module, partition.no_blocks(module), strategy.root_device)
         return
     blocks = _blocks(strategy, module)
-    if blocks.are_none and strategy.compiler is not None:
+    if blocks.is_empty and strategy.compiler is not None:
         rank_zero_warn(
             "`torch.compile` of a whole LightningModule compiles the stages of a swarm, and this model is not cut: it "
             "runs as if it were not compiled. Compile its layers, as in `self.net = torch.compile(self.net)`."
@@ -108,7 +108,7 @@ def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None
 
 def _ranges(strategy: RankHooks, module: LightningModule, blocks: Blocks) -> Sequence[range]:
     """Return the blocks of each stage: as in the run that this process joins or took over, or newly chosen."""
-    if blocks.are_none:
+    if blocks.is_empty:
         return ()
     return ranges_of(_stages_of_run(strategy)) or partition.choose_ranges(
         blocks,

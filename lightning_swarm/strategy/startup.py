@@ -171,7 +171,7 @@ def connect(strategy: SwarmStrategy, run: SwarmRun) -> None:
     """Connect module and loop to the run."""
     fitting = run.trainer.state.fn == TrainerFn.FITTING
     strategy.initial_weights.mark_used(run.trainer.lightning_module, trains=fitting)
-    if not run.model.blocks.are_none:
+    if not run.model.blocks.is_empty:
         run.undo.enter_context(on_this_thread())
         run.undo.callback(intercept(run.model.blocks, run.session.pipeline).remove)
     if fitting:

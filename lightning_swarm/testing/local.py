@@ -47,6 +47,7 @@ else:
     _SwarmStrategy = object
 
 
+# `written_once` derives the class at run time, so that it can derive it from either import tree's `SwarmStrategy`.
 @written_once(SwarmStrategy)
 class InMemoryStrategy(_SwarmStrategy):
     """`SwarmStrategy` whose peers all run in this thread; ``devices`` is their number.
@@ -55,12 +56,12 @@ class InMemoryStrategy(_SwarmStrategy):
     starter. The trainer's module holds NaN in place of the servers' weights until code reads them.
 
     Args:
-        seed: Decides how pipelines are wired; the same seed replays the same run.
+        seed: Seeds routing and the peers' boot ids; the same seed replays the same run.
         latency_s: Latency of each message, on the virtual clock. With 0, steps take no time. Then a pause, such as
             before another attempt to join, lasts until no other work is left.
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
             peers take as long as the last. Empty: computing takes no time.
-        lines: Simulated links of the peers; further peers have links without limits.
+        links: Simulated links of the peers; further peers have links without limits.
         faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         unlike: Machines of other kinds, by the names of their peers.
         modify_peer: Changes each new peer before it serves; called with the peer and its name in a `FaultPlan`. The
@@ -78,7 +79,7 @@ class InMemoryStrategy(_SwarmStrategy):
         seed: int = 0,
         latency_s: float = 0.0,
         microbatch_s: Sequence[float] = (),
-        lines: Sequence[SimulatedLink] = (),
+        links: Sequence[SimulatedLink] = (),
         faults: FaultPlan | None = None,
         unlike: Mapping[str, UnlikeMachine] | None = None,
         modify_peer: Callable[[Peer, PeerId], None] | None = None,
@@ -87,7 +88,7 @@ class InMemoryStrategy(_SwarmStrategy):
     ) -> None:
         super().__init__(**{"rebalancing": "none", **kwargs})
         self.microbatch_s = list(microbatch_s)
-        self._lines = {_name(number): line for number, line in enumerate(lines)}
+        self._links = {_name(number): link for number, link in enumerate(links)}
         self._faults = faults
         self._unlike = unlike or {}
         self._modify_peer = modify_peer
@@ -124,13 +125,13 @@ class InMemoryStrategy(_SwarmStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self.run is not None:
-            self.run.access.poison()  # NaN in place of the servers' weights until code reads them
+            self.run.access.poison()
 
     def prepare(self) -> None:
         """Make the network, this peer, and a copy of the model for every other peer."""
         self._shared_loop = VirtualLoop()
         self.network = MemoryNetwork(
-            latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout, links=self._lines
+            latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout, links=self._links
         )
         if self._faults is not None:
             sabotage(self.network, self._faults, killed=self._end_tasks_of)
@@ -161,9 +162,9 @@ class InMemoryStrategy(_SwarmStrategy):
         peer, model = self._newcomer(module)
         return peer.runtime.run(self._enter(peer, model))
 
-    async def add_server(self, microbatch_s: float, line: SimulatedLink) -> PeerId:
+    async def add_server(self, microbatch_s: float, link: SimulatedLink) -> PeerId:
         """Like `join`, on the loop, with a server that takes `microbatch_s` for a microbatch; returns its peer's id."""
-        self._lines[_name(len(self.peers))] = line
+        self._links[_name(len(self.peers))] = link
         peer, model = self._newcomer()
         self.set_pace(peer.transport.peer_id, microbatch_s)
         await self._enter(peer, model)
@@ -343,7 +344,7 @@ def local_swarm(
         num_peers: Number of peers: ``peer-0``, the trainer's own, to ``peer-<n - 1>``.
         faults: Planned faults.
         unlike: Machines of other kinds, by the names of their peers.
-        settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
+        settings: Arguments of `SwarmStrategy`, and ``seed`` (seeds routing and boot ids), ``latency_s`` (latency
             of each message), ``microbatch_s`` (seconds that each peer takes for a microbatch) and ``modify_peer``
             (changes each new peer).
 

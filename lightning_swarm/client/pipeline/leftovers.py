@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_swarm.client.pipeline.left_values import Unavailable, UnavailableObject
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.fidelity.hooks import OBSERVED, call_observing
-from lightning_swarm.model.fidelity.leftovers import OF_TORCH, Left, Values, is_close
+from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES, Left, Values, is_close
 from lightning_swarm.model.fidelity.module_states import exempt
 from lightning_swarm.model.fidelity.written_inputs import WRITTEN, text_of
 from lightning_swarm.protocol import serialization
@@ -152,7 +152,7 @@ class Leftovers:
         for module, name in sites:
             if (name == OBSERVED or name.startswith(WRITTEN)) and module in self.modules:
                 continue
-            if module not in self.modules or not name.isidentifier() or name in OF_TORCH:
+            if module not in self.modules or not name.isidentifier() or name in TORCH_ATTRIBUTES:
                 raise ProtocolError(f"a server left {name[:80]!r} of {module[:80]!r}, which no forward can leave")
 
     def _found_rules(

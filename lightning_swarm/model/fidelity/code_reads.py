@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import Function
 
 from lightning_swarm.core.module_names import is_in_packages
-from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 
 # Known libraries. Their globals are internal, such as whether a warning was shown.
 _LIBRARIES: Final = {
@@ -118,7 +118,7 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
     """Return the users' functions that a module may run: of its classes and attributes, and all that they call."""
-    own = [value for name, value in vars(module).items() if name not in OF_TORCH]
+    own = [value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES]
     kinds = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
     of_kinds = (value for kind in kinds for name, value in vars(kind).items() if name != "__init__")  # it has run
     return _collected([*of_kinds, *own])

@@ -1,8 +1,8 @@
 """Sketches of the constants that modules keep as ordinary attributes, to compare them between peers.
 
 Each peer builds these tensors, arrays and numbers itself, so random ones may differ. Numbers are compared only if they
-may be random: fractions, or several in a list. A single integer is a size, or counts the modules that a process has
-made.
+may be random: fractions, or several in a list. A single integer is not compared: it is a size, or a count of the
+modules made so far, which may differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 from lightning_swarm.model.fidelity.module_states import built_values, is_exempt
 from lightning_swarm.model.partition.stages import Named
 
@@ -32,7 +32,7 @@ def constants(named: Iterable[Named]) -> dict[str, list[float]]:
         f"{name}.{key}": sketch
         for name, module in named
         for key, value in vars(module).items()
-        if key not in OF_TORCH
+        if key not in TORCH_ATTRIBUTES
         and not is_exempt(module, key)
         and (sketch := [number for tensor in _arrays(value) for number in _sketch(tensor)])
     }
@@ -88,4 +88,5 @@ def _sketch(tensor: Tensor) -> list[float]:
     values = values.double().nan_to_num(0.0, 0.0, 0.0)
     positions = torch.arange(1.0, len(values) + 1.0, dtype=torch.float64, device="cpu")
     norm = float(values.norm())
-    return [norm, float(values @ (positions * positions).cos()) / (norm or 1.0)]
+    direction = (positions * positions).cos()  # fixed, and pseudo-random
+    return [norm, float(values @ direction) / (norm or 1.0)]

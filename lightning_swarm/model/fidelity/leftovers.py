@@ -22,10 +22,10 @@ _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
 _IN_OUTPUT: Final = "is the output"  # stands for a module's name, with the result of `note_aliases`
-_CONTAINERS_AT: Final = -1  # stands for the place of a list or dict
+_CONTAINERS_AT: Final = -1  # stands for the index of a list or dict
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
-OF_TORCH: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
+TORCH_ATTRIBUTES: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
 """Names of attributes that torch itself sets on modules."""
 
 _CONTAINERS: Final = (list, dict, set)
@@ -56,19 +56,19 @@ class Left:
         tensors = serialization.flatten(output)[1]
         held = {id(one) for _, one in containers(output)}
         found: dict[int, list[str]] = {
-            place: [what for what, other in visible if overlap(one, other)] for place, one in enumerate(tensors)
+            index: [what for what, other in visible if overlap(one, other)] for index, one in enumerate(tensors)
         }
-        for (place, one), (_, other) in itertools.permutations(enumerate(tensors), 2):
+        for (index, one), (_, other) in itertools.permutations(enumerate(tensors), 2):
             if overlap(one, other):
-                found[place].append("another part of its output")
+                found[index].append("another part of its output")
         for what, value in self._named():
             if any(id(one) in held for _, one in containers(value)):
                 found.setdefault(_CONTAINERS_AT, []).append(what)
-            for place, one in enumerate(tensors):
+            for index, one in enumerate(tensors):
                 if any(overlap(one, other) for other in serialization.flatten(value)[1]):
-                    found[place].append(what)
+                    found[index].append(what)
         if any(found.values()):
-            self.others[_IN_OUTPUT] = {str(place): names for place, names in found.items() if names}
+            self.others[_IN_OUTPUT] = {str(index): names for index, names in found.items() if names}
 
     def _named(self) -> Iterator[tuple[str, Tree]]:
         for values in (self.differentiable, self.others):
@@ -77,11 +77,11 @@ class Left:
                     yield f"`{attribute}` of {module!r}", value
 
     def take_aliases(self) -> dict[int, list[str]]:
-        """Remove and return the result of `note_aliases`, by the tensors' places; lists and dicts are at -1."""
+        """Remove and return the result of `note_aliases`, by the tensors' indices; lists and dicts are at -1."""
         found = self.others.pop(_IN_OUTPUT, {})
-        if not all(place.removeprefix("-").isdecimal() and isinstance(names, list) for place, names in found.items()):
-            raise ProtocolError("what others see of an output must be named by the places of its tensors")
-        return {int(place): list(map(str, names)) for place, names in found.items()}
+        if not all(index.removeprefix("-").isdecimal() and isinstance(names, list) for index, names in found.items()):
+            raise ProtocolError("what others see of an output must be named by the indices of its tensors")
+        return {int(index): list(map(str, names)) for index, names in found.items()}
 
     def drop(self, module: str, attribute: str) -> None:
         """Remove a value, because a later stage left another value there."""
@@ -142,7 +142,7 @@ class ValueChange:
 
 
 Changes: TypeAlias = dict[tuple[int, str], ValueChange]
-"""Changes by the place of the module and the name of the attribute."""
+"""Changes by the index of the module and the name of the attribute."""
 
 
 class ForwardWatch:
@@ -155,7 +155,7 @@ class ForwardWatch:
         self._modules = [module for _, module in inside] + [module for _, module in around]
         self._num_inside = len(inside)
         self._ignored = [_of_torch(module) for module in self._modules]
-        self._known: set[tuple[int, str]] = set()  # attributes (module's place, name) that each forward sets anew
+        self._known: set[tuple[int, str]] = set()  # attributes (module's index, name) that each forward sets anew
         self._constants: set[tuple[int, str]] = set()  # attributes that each forward sets to equal constants
         self._looked: set[object] = set()  # kinds of forwards
 
@@ -175,23 +175,23 @@ class ForwardWatch:
     def changes(self, before: _Snapshot) -> Changes:
         """Return the changes since a snapshot."""
         found: Changes = {}
-        for place, state in enumerate(before.states):
-            module = self._modules[place]
+        for index, state in enumerate(before.states):
+            module = self._modules[index]
             own = vars(module) if not module._buffers else _state(module)
             if len(own) == len(state) and all(map(operator.is_, own.values(), state.values())) and not before.contents:
                 continue
             now = own.copy()
-            contents = before.contents[place] if before.contents else {}
+            contents = before.contents[index] if before.contents else {}
             for key, value in now.items():
                 old = state.get(key, _Absent)
-                if key in self._ignored[place] or (old is value and key not in contents):
+                if key in self._ignored[index] or (old is value and key not in contents):
                     continue
                 if old is value:
                     now_in, old_in = _content(value), contents[key]
                     if len(now_in) == len(old_in) and all(map(operator.is_, now_in, old_in)):
                         continue
                 if old is value or not _equal_constants(old, value):
-                    found[place, key] = ValueChange(old, value)
+                    found[index, key] = ValueChange(old, value)
         return found
 
     def has_new_changes(self, changes: Changes) -> bool:
@@ -208,8 +208,8 @@ class ForwardWatch:
         once = [(key, change.after) for key, change in first.items() if key not in second and key[0] < self._num_inside]
         self._constants.update(key for key, value in once if not isinstance(value, Tensor) and _is_constant(value))
         for key in both:
-            place, name = key
-            if place >= self._num_inside or name in self._modules[place]._buffers or second[key].in_place:
+            index, name = key
+            if index >= self._num_inside or name in self._modules[index]._buffers or second[key].in_place:
                 self._refuse([key], "changed")
             if not same_trees(first[key].after, second[key].after):
                 self._refuse([key], "goes on from what an earlier forward left in")
@@ -219,29 +219,29 @@ class ForwardWatch:
 
     def take(self, changes: Changes, left: Left) -> None:
         """Move the values that each forward leaves to `left`, and restore the modules' attributes."""
-        for (place, name), change in sorted(changes.items(), key=lambda item: item[0]):
-            if (place, name) not in self._known:
+        for (index, name), change in sorted(changes.items(), key=lambda item: item[0]):
+            if (index, name) not in self._known:
                 continue
-            left.add(self._names[place], name, change.after)
-            self._put_back(place, name, change.before)
-        for place, name in sorted(self._constants - self._known):
-            left.add(self._names[place], name, vars(self._modules[place]).get(name))
+            left.add(self._names[index], name, change.after)
+            self._put_back(index, name, change.before)
+        for index, name in sorted(self._constants - self._known):
+            left.add(self._names[index], name, vars(self._modules[index]).get(name))
 
     def undo(self, changes: Changes) -> None:
         """Restore all attributes that a forward set, except buffers."""
-        for (place, name), change in changes.items():
-            if name not in self._modules[place]._buffers:
-                self._put_back(place, name, change.before)
+        for (index, name), change in changes.items():
+            if name not in self._modules[index]._buffers:
+                self._put_back(index, name, change.before)
 
-    def _put_back(self, place: int, name: str, value: Any) -> None:
-        attributes = vars(self._modules[place])
+    def _put_back(self, index: int, name: str, value: Any) -> None:
+        attributes = vars(self._modules[index])
         if value is _Absent:
             attributes.pop(name, None)
         else:
             attributes[name] = value
 
     def _refuse(self, keys: Iterable[tuple[int, str]], what: str) -> None:
-        names = [f"`{name}` of {self._names[place] or 'the model'!r}" for place, name in keys]
+        names = [f"`{name}` of {self._names[index] or 'the model'!r}" for index, name in keys]
         raise ConfigError(
             "a forward may store new tensors in attributes of its blocks, but no state for the next forward, which "
             f"may run on another peer; a block {what} {few(names)} in its forward. Return the value from the block, "
@@ -265,7 +265,7 @@ def _of_torch(module: nn.Module) -> frozenset[str]:
     hooks = module._forward_pre_hooks.values()
     names = {getattr(hook, "name", "") for hook in hooks if type(hook).__module__.startswith("torch.nn.utils")}
     names |= {name for name in vars(module) if name.startswith("__")}
-    return OF_TORCH | names
+    return TORCH_ATTRIBUTES | names
 
 
 def _content(value: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.model.fidelity.attribute_values import Comparison, fits, is_plain, kept, packed, same, unpacked
-from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 from lightning_swarm.model.fidelity.module_contents import Contents
 from lightning_swarm.model.fidelity.outside_values import OutsideValues
 from lightning_swarm.model.partition import StageModule
@@ -65,7 +65,7 @@ def _classes(kind: type) -> list[type]:
 
 def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Iterate over the attributes in `own` that are neither torch's nor Python's."""
-    return ((name, value) for name, value in own.items() if name not in OF_TORCH and name[:2] != "__")
+    return ((name, value) for name, value in own.items() if name not in TORCH_ATTRIBUTES and name[:2] != "__")
 
 
 def remember(model: nn.Module) -> None:
@@ -421,7 +421,7 @@ def _checked(one: _WatchedModule, given: Mapping[str, Any]) -> dict[str, Any]:
         if first is _NOTHING:
             first = one.class_default(name)
         value = unpacked(wired)
-        if name[:2] == "__" or name in OF_TORCH or first is _NOTHING or not fits(value, first):
+        if name[:2] == "__" or name in TORCH_ATTRIBUTES or first is _NOTHING or not fits(value, first):
             raise ProtocolError(f"a call must not set {name[:100]!r} of {one.title!r} to a {type(value).__name__}")
         values[name] = value
     return values

@@ -18,7 +18,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.fidelity import code_reads
 from lightning_swarm.model.fidelity.attribute_values import Comparison, is_comparable, kept
 from lightning_swarm.model.fidelity.code_reads import NAMESPACES, Cells, Reads
-from lightning_swarm.model.fidelity.leftovers import OF_TORCH
+from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 from lightning_swarm.model.fidelity.module_contents import NO_SETTINGS
 
 _OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
@@ -60,12 +60,12 @@ class _Block:
     def read_of(self, value: Any) -> set[str]:
         """Return the names that the code may read of an object outside the module, without the module's own names."""
         module = self.module
-        own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *OF_TORCH}
+        own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *TORCH_ATTRIBUTES}
         names = self.names - own
         if isinstance(value, nn.Module) and self.modes_of - module._modules.keys():
             names |= {"training"}
         inside = [code_reads.reads(function.__code__).attributes for function in code_reads.methods_of(value, names)]
-        return set(names).union(*inside) - (OF_TORCH - {"training"})
+        return set(names).union(*inside) - (TORCH_ATTRIBUTES - {"training"})
 
 
 class OutsideValues:
@@ -113,7 +113,7 @@ def _sources(block: _Block) -> Iterator[_Source]:
             values = {name: value for name, value in vars(kind).items() if name in block.names}
             yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
     for name, value in vars(block.module).items():
-        if name not in OF_TORCH:
+        if name not in TORCH_ATTRIBUTES:
             for item in _referred(value):
                 # `Contents` watches the settings of an object that an attribute holds itself.
                 if item is not value or isinstance(value, NO_SETTINGS):

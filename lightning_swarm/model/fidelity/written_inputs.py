@@ -39,7 +39,7 @@ class CallWatch:
         }
 
     def written(self, sent: Mapping[str, Sequence[Tensor]], *, closely: bool) -> dict[str, Tree]:
-        """Return, by argument, the written tensors by place, and the replaced places in lists and dicts.
+        """Return, by argument, the written tensors by index, and the replaced indices in lists and dicts.
 
         Keyword arguments that still equal the values `sent` are left out. A close look refuses writes that torch does
         not count.
@@ -48,7 +48,7 @@ class CallWatch:
             self._check_counted(sent)
         found = {}
         for argument, own in self.tensors.items():
-            tensors = {str(place): tensor for place, tensor in enumerate(own) if tensor._version}
+            tensors = {str(index): tensor for index, tensor in enumerate(own) if tensor._version}
             replaced = [
                 [*path, key]
                 for path, container, before in self._containers[argument]
@@ -74,11 +74,11 @@ class CallWatch:
     def visible(self, in_input: Mapping[int, Sequence[str]], *, is_first: bool) -> list[tuple[str, Tensor]]:
         """Return the tensors that other code sees, each with a description.
 
-        `in_input` has the descriptions from an earlier stage, by the places of tensors in its output.
+        `in_input` has the descriptions from an earlier stage, by the indices of tensors in its output.
         """
         own = self.tensors[POSITIONAL]
         found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
-        found += [(what, own[place]) for place, names in in_input.items() if 0 <= place < len(own) for what in names]
+        found += [(what, own[index]) for index, names in in_input.items() if 0 <= index < len(own) for what in names]
         keywords = self.tensors.keys() - {POSITIONAL}
         return found + [(text_of(name), one) for name in keywords for one in self.tensors[name]]
 
@@ -88,9 +88,9 @@ def arguments_in(keywords: Iterable[str]) -> list[str]:
     return [name for name in keywords if name not in (CALLS, CARRIED)]
 
 
-def written_places(written: Tree) -> list[int]:
-    """Return the places of an argument's tensors that were written, and -1 if lists or dicts were."""
-    return [int(place) for place in written[_TENSORS]] + [-1] * bool(written[_REPLACED])
+def written_indices(written: Tree) -> list[int]:
+    """Return the indices of an argument's tensors that were written, and -1 if lists or dicts were."""
+    return [int(index) for index in written[_TENSORS]] + [-1] * bool(written[_REPLACED])
 
 
 def text_of(argument: str) -> str:
@@ -102,9 +102,9 @@ def write_back(given: Given, argument: str, written: Tree, unavailable: Callable
     """Apply writes on a server to the caller's argument; `unavailable` makes stand-ins for values not sent."""
     try:
         owners, tensors = given[argument]
-        for place, value in written[_TENSORS].items():
-            _check_alone(tensors[int(place)], argument, given)
-            _copy(tensors[int(place)], value)
+        for index, value in written[_TENSORS].items():
+            _check_alone(tensors[int(index)], argument, given)
+            _copy(tensors[int(index)], value)
         for *path, key in written[_REPLACED]:
             owner: Any = owners
             for step in path:
@@ -162,9 +162,9 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
 
 
 def _differ(written: Mapping[str, Tensor], sent: Sequence[Tensor]) -> bool:
-    """Return whether written tensors, by place, differ from the sent tensors, or depend on weights now."""
+    """Return whether written tensors, by index, differ from the sent tensors, or depend on weights now."""
     return any(
-        tensor.requires_grad or not same(tensor.cpu(), sent[int(place)].cpu()) for place, tensor in written.items()
+        tensor.requires_grad or not same(tensor.cpu(), sent[int(index)].cpu()) for index, tensor in written.items()
     )
 
 

@@ -15,8 +15,8 @@ from lightning_swarm.model.partition.stages import Named, named_within
 _HOOK: Final = "configure_stages"
 _REMEDY: Final = (
     "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
-    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order. Where each machine has room "
-    "for all of it, leave it whole: `num_stages=1, role='both', target_batch_size=...`."
+    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order. If the model fits on each "
+    "machine, leave it whole: `num_stages=1, role='both', target_batch_size=...`."
 )
 
 
@@ -30,7 +30,7 @@ class Blocks:
     modules: tuple[nn.Module, ...]  # the model may hold them under other names; it must hold their parameters
 
     @property
-    def are_none(self) -> bool:
+    def is_empty(self) -> bool:
         """True if nothing is cut: each trainer computes the whole model itself."""
         return not self.modules
 
@@ -64,8 +64,11 @@ def can_be_cut(model: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
-    """Find the chain of blocks of a LightningModule, whose parameters may be on meta."""
-    # `pipeline` names a `Sequential`, or a `ModuleList` that the model's own forward goes through.
+    """Find the chain of blocks of a LightningModule, whose parameters may be on meta.
+
+    `pipeline` names a `Sequential`, or a `ModuleList` whose blocks the model's own forward calls; None: find the only
+    `Sequential` that holds all parameters.
+    """
     name, root = ("", model) if pipeline is None else (pipeline, _submodule(model, pipeline))
     if defines_stages(model):
         return _configured(model, name, root)
@@ -129,7 +132,7 @@ def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
     """Return the blocks that `configure_stages` lists, which replace the forward of `root`."""
     if isinstance(root, nn.ModuleList):
         raise ConfigError(
-            f"`{_HOOK}` says by which blocks a forward is replaced, and a `ModuleList` has none: got "
+            f"`{_HOOK}` lists the blocks that replace a module's forward, and a `ModuleList` has no forward: got "
             f"`pipeline={name!r}` with `{_HOOK}` in {type(model).__name__}. Name the module that runs the blocks, or "
             "remove one of the two."
         )
@@ -180,7 +183,9 @@ def _fullest_list(model: nn.Module) -> str:
     sizes = {name: sum(map(Tensor.numel, module.parameters())) for name, module in lists.items()}
     if not any(sizes.values()):
         return ""
-    return f"Cut its list of blocks with `pipeline={max(sizes, key=lambda name: sizes[name])!r}`. Or else: "
+    return (
+        f"Cut its list of blocks with `pipeline={max(sizes, key=lambda name: sizes[name])!r}`, or choose another way. "
+    )
 
 
 def _outside(model: nn.Module) -> str:

@@ -1,4 +1,7 @@
-"""Converts the calls of a list's blocks in the user's own forward to extras that travel with a microbatch, and back."""
+"""Records how a user's forward calls the blocks of a `ModuleList`, to repeat the calls on a server.
+
+The record travels with each microbatch: as its extras, and as values beside its hidden state.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _MAX_KEPT_CALLS: Final = 64  # texts of calls that are kept as values, because e
 _MAX_KEPT_CHARS: Final = 1 << 16  # longer texts are read each time
 _NTH: Final = "#"  # stands between an argument's name and the number of a further value for the argument
 
-Pick: TypeAlias = int | str | tuple[int, int]  # an index, a key, or (place, required number of parts)
+Pick: TypeAlias = int | str | tuple[int, int]  # an index, a key, or (index, required number of parts)
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,15 @@ def bind(
     *,
     carries: bool = True,  # whether values that need a gradient travel with the hidden state
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Turn calls of the named blocks into values that are carried with the hidden state, and extras."""
+    """Convert calls of the named blocks to carried values (which need a gradient), and extras (the rest)."""
     # Blocks may get different values under one name, such as the masks of local and of global attention. Each value
     # travels once, and each call names the value of each argument.
     values: dict[str, Any] = {}
     bound = {
-        name: ({argument: _enter(values, argument, value) for argument, value in call.arguments.items()}, call.picks)
+        name: (
+            {argument: _add_value(values, argument, value) for argument, value in call.arguments.items()},
+            call.picks,
+        )
         for name, call in zip(names, calls, strict=True)
     }
     # Values that need a gradient, such as an encoder's output, travel with the hidden state from block to block. Their
@@ -105,23 +111,26 @@ def extras_after(extras: Mapping[str, Any], names: Collection[str]) -> dict[str,
 
 
 def call_bound(
-    blocks: Iterable[nn.Module], names: Sequence[str | None], inputs: tuple[Any, ...], extras: Mapping[str, Any]
+    blocks: Iterable[nn.Module],
+    names: Sequence[str | None],  # None for a layer between blocks, which takes only the hidden state
+    inputs: tuple[Any, ...],  # the hidden state and the carried values, or one tuple of these
+    extras: Mapping[str, Any],
 ) -> Any:
     """Call blocks in order, with the extras of `bind`; until the last block the result also has the carried values."""
-    # A name is None for a layer between blocks, which takes only the hidden state. `inputs` are the output of the block
-    # before, or the hidden state and the carried values.
     carried, last = extras.get(CARRIED, ([], names[-1]))
-    hidden, *others = inputs if len(inputs) > 1 or not carried else inputs[0]
+    if carried and len(inputs) == 1:
+        (inputs,) = inputs  # the output of the block before, which is such a tuple
+    hidden, *others = inputs
     extras, calls = {**extras, **dict(zip(carried, others, strict=True))}, _unpacked_calls(extras[CALLS])
     for block, name in zip(blocks, names, strict=True):
         arguments, picks = calls[name] if name is not None else ({}, ())
         hidden = block(hidden, **{argument: extras[value] for argument, value in arguments.items()})
         for pick in picks:
-            hidden = _picked(hidden, pick, name)
+            hidden = _select(hidden, pick, name)
     return hidden if not carried or last in names else (hidden, *others)
 
 
-def _picked(output: Any, pick: Pick, name: str | None) -> Any:
+def _select(output: Any, pick: Pick, name: str | None) -> Any:
     if not isinstance(output, tuple | list | dict):
         raise ConfigError(
             f"between blocks, only a tuple, list or dict that a block returned may be indexed, got [{pick!r}] of "
@@ -131,14 +140,14 @@ def _picked(output: Any, pick: Pick, name: str | None) -> Any:
     values: Any = output
     if not isinstance(pick, tuple):
         return values[pick]
-    place, count = pick
+    index, count = pick
     values = list(output)
     if len(values) != count:
         raise ConfigError(
             f"a block must return as many values as its output is unpacked into, {count}; block {name!r} returned "
             f"{len(values)}. Unpack all of them."
         )
-    return values[place]
+    return values[index]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -148,7 +157,7 @@ def _same(one: Any, other: Any) -> bool:
     return structure == other_structure and all(a is b for a, b in zip(tensors, others, strict=True))
 
 
-def _enter(values: dict[str, Any], argument: str, value: Any) -> str:
+def _add_value(values: dict[str, Any], argument: str, value: Any) -> str:
     """Add a value to `values`, unless it is there already, and return its name."""
     name, count = argument, 1
     while name in values and not _same(values[name], value):

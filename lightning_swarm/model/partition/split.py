@@ -17,19 +17,19 @@ from lightning_swarm.model.boundary_layers import (
 )
 from lightning_swarm.model.partition import checks
 from lightning_swarm.model.partition.blocks import Blocks
-from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
+from lightning_swarm.model.partition.stage_ranges import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.stages import Named, Run, Slot, StageModule, TensorIndex, spec_of
 
 
 def layers_by_block(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
     """Return a model's boundary layers by the indices of the blocks that they stand after."""
     layers = boundary_layers(model)
-    places = {id(model.get_submodule(name)): name for name in layers}
-    behind = {i: places.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in places}
+    names = {id(model.get_submodule(name)): name for name in layers}
+    behind = {i: names.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in names}
     if len(behind) < len(layers):
         raise ConfigError(
             "boundary layers must stand after blocks of the pipeline, got ones after "
-            f"{sorted(places.values())}. Leave them out, or name another `pipeline`."
+            f"{sorted(names.values())}. Leave them out, or name another `pipeline`."
         )
     return {index: layers[name] for index, name in behind.items()}
 
@@ -98,7 +98,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
 
     If there are parameters in no block, one more stage follows, on the trainers.
     """
-    if not blocks.are_none:
+    if not blocks.is_empty:
         checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_by_block(model, blocks)
     outside = _outside(model, [*blocks.modules, *layers.values()])
@@ -126,7 +126,7 @@ def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> t
     for index, stage in enumerate(stages):
         stage.read_later = frozenset[str]().union(*(later.keywords for later in stages[index + 1 :]))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
-    if blocks.are_none:
+    if blocks.is_empty:
         slots = TensorIndex(around, tuple(buffers.values()))
         stages.append(StageModule(spec_of(0, (), slots, on_trainers=True), (), slots, outside))
     elif around:  # parameters in no block are in one more stage, on the trainers

@@ -47,8 +47,8 @@ def _rule_of(func: Any) -> Rule | None:
         return None
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
-    places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "generator"]
-    return _seeded(places[0]) if places else _refused_if_drawn
+    indices = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "generator"]
+    return _seeded(indices[0]) if indices else _refused_if_drawn
 
 
 def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,8 +57,8 @@ def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dic
         return func.decompose(*args, **kwargs)
 
 
-def _seeded(place: int) -> Rule:
-    """Return a rule that passes an operation a generator of its own, as argument number `place`."""
+def _seeded(index: int) -> Rule:
+    """Return a rule that passes an operation a generator of its own, as argument number `index`."""
 
     def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = mode.next_key(func)
@@ -66,8 +66,8 @@ def _seeded(place: int) -> Rule:
         if device.type == "meta":
             return func(*args, **kwargs)
         generator = torch.Generator(device).manual_seed(key)
-        if place < len(args):
-            return func(*args[:place], generator, *args[place + 1 :], **kwargs)
+        if index < len(args):
+            return func(*args[:index], generator, *args[index + 1 :], **kwargs)
         return func(*args, **{**kwargs, "generator": generator})
 
     return rule

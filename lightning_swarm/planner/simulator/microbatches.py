@@ -99,7 +99,7 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
         microbatch_size=work.size,
         # The first peer of both lists is the trainer, which holds no stage, so that its speed has no influence.
         microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
-        lines=[SimulatedLink(), *map(work.line, first)],
+        links=[SimulatedLink(), *map(work.line, first)],
         latency_s=work.latency_s,
         rebalancing=Rebalancing(scenario.rule, interval=scenario.interval_s),
         limits=Limits(max_in_flight=max(64, 4 * len(first))),

@@ -90,7 +90,7 @@ NAMES = [
 def test_no_name_outside_of_an_index_is_looked_up(module: str, name: str, tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     (tmp_path / ".metadata").write_bytes(called(module, name, text(f"touch {mark}")))
-    with pytest.raises(ConfigError, match=rf"cannot be read: it names {module}\.{name}, which is no part of an index"):
+    with pytest.raises(ConfigError, match=rf"cannot be read: it names {module}\.{name}, which is not part of an index"):
         read_index(tmp_path / ".metadata")
     assert not mark.exists()
 
@@ -154,7 +154,7 @@ def move(entry: TensorStorageMetadata) -> None:
 
 
 CHANGES: dict[str, Callable[[Metadata], Any]] = {
-    "it names '../secret', which is no file in its folder": lambda index: with_stored(index, relative_path="../secret"),
+    "it names '../secret', which is not a file name": lambda index: with_stored(index, relative_path="../secret"),
     "it names '/etc/passwd', which": lambda index: with_stored(index, relative_path="/etc/passwd"),
     "it names '..', which": lambda index: with_stored(index, relative_path=".."),
     r"it names 'a\\x1b\[2J', which": lambda index: with_stored(index, relative_path="a\x1b[2J"),
@@ -167,15 +167,15 @@ CHANGES: dict[str, Callable[[Metadata], Any]] = {
     r"parts of a tensor of \(2, 3\) do not": lambda index: with_tensor(index, move),
     "a value has no path": lambda index: with_path(index, ()),
     "a value has no path, got 'model'": lambda index: with_path(index, "model"),
-    "do not fit together": lambda index: with_path(index, ("model", "b")),
-    "and their paths do not": lambda index: with_path(index, ("model", "b", "c")),
-    "paths do not fit": lambda index: replace(index, planner_data={}),
+    "two of its values have the same path": lambda index: with_path(index, ("model", "b")),
+    "path leads through the other": lambda index: with_path(index, ("model", "b", "c")),
+    "its values and its paths have different names": lambda index: replace(index, planner_data={}),
     "it has no Metadata where one belongs": lambda index: {"state_dict_metadata": {}},
     "no Metadata where": lambda index: replace(index, storage_data=None),
     "no _StorageInfo where one": lambda index: replace(index, storage_data={MetadataIndex("a"): "__0_0.distcp"}),
     "no MetadataIndex where": lambda index: replace(index, storage_data={"a": _StorageInfo("a", 0, 1)}),
     "less of": lambda index: replace(index, storage_data={}),
-    "a key is a text, got 3": lambda index: replace(index, planner_data={**index.planner_data, 3: ("a",)}),
+    "a key must be a string, got 3": lambda index: replace(index, planner_data={**index.planner_data, 3: ("a",)}),
 }
 
 

@@ -99,7 +99,7 @@ def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
         num_stages=2,
         microbatch_size=SIZE,
         microbatch_s=[SIZE / rate for rate in SAMPLES_PER_S],
-        lines=lines,
+        links=lines,
     )
     onlooker = Onlooker(strategy)
     options = {**QUIET, "precision": 32, "devices": 2, "max_steps": 6, "max_epochs": -1}

@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a list of blocks": (
         lambda: swarm({"num_stages": 2}).fit(Listed(), loader()),
-        "got none in Listed. Cut its list of blocks with `pipeline='body.blocks'`. Or else: Put the model into one",
+        "got none in Listed. Cut its list of blocks with `pipeline='body.blocks'`, or choose another way. Put",
     ),
     "a misspelt balance": (
         lambda: swarm({"split": "tim"}).fit(Net(), loader()),

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
 from lightning_swarm.model.partition import build_stages, find_blocks, twin_of
-from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.split import parameter_costs
+from lightning_swarm.model.partition.stage_ranges import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.stages import StageSpec
 
 
@@ -212,7 +212,7 @@ def test_configure_stages_may_name_its_blocks() -> None:
         (Loose(), "nothing", ["got 'nothing'", "Choose one of", "`ModuleList`s (layers)", "configure_stages"]),
         (nn.Linear(2, 2), "bias", ["got 'bias'", "neither a `Sequential` nor a `ModuleList`", "with `pipeline=...`"]),
         (Net(), "loss", ["'loss' is a MSELoss", "Choose one of its `Sequential`s and `ModuleList`s (net)"]),
-        (Staged(), "layers", ["a `ModuleList` has none", "got `pipeline='layers'` with `configure_stages` in Staged"]),
+        (Staged(), "layers", ["a `ModuleList` has no forward", "got `pipeline='layers'` with `configure_stages` in Staged"]),
         (
             Residual(nn.Linear(2, 2)),
             None,

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import build_stages, find_blocks
-from lightning_swarm.model.partition.policy import balanced_ranges
 from lightning_swarm.model.partition.split import parameter_costs
+from lightning_swarm.model.partition.stage_ranges import balanced_ranges
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom, checkpoint_contexts
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.server.compute import ForwardCall

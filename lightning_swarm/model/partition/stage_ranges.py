@@ -12,7 +12,8 @@ _Score = tuple[int, int]
 def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
     """Partition blocks into contiguous stages, none empty, so that the most expensive stage is as cheap as can be."""
     # Partitions with the same largest stage are compared by the sum of squared stage costs, and then by the sum of
-    # squared numbers of blocks. Among equal partitions, the last stages begin earliest, so that all peers choose alike.
+    # squared numbers of blocks. Ties go to the partition whose last stages begin earliest, so that all peers choose
+    # alike.
     num_blocks = len(costs)
     if not 1 <= num_stages <= num_blocks:
         raise ConfigError(
@@ -60,7 +61,7 @@ def _ranges(begins: tuple[int, ...], num_blocks: int) -> tuple[range, ...]:
 
 
 def _smallest_bound(costs: Sequence[int], num_stages: int) -> int:
-    """Find the smallest largest cost of `num_stages` stages that hold all blocks, by bisection."""
+    """Find, by bisection, the least possible cost of the most expensive of `num_stages` stages."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
