@@ -90,7 +90,7 @@ class Trainer:
         self.steps = StepClient(
             transport,
             run,
-            patience=CoordinatorTimeouts(answer_s=LIMITS.call_timeout, successor_s=600.0),
+            timeouts=CoordinatorTimeouts(answer_s=LIMITS.call_timeout, successor_s=600.0),
             on_record=self._link.follow,
             events=events,
         )
@@ -226,7 +226,7 @@ class Swarm:
     @property
     def newest(self) -> Record:
         """What was decided last."""
-        record = self.trainers[0].steps.generation.newest
+        record = self.trainers[0].steps.generation.newest_waited
         assert record is not None
         return record
 

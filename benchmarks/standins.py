@@ -115,7 +115,7 @@ class BriefTrainer:
         self.steps = StepClient(
             transport,
             RunState(manifest),
-            patience=CoordinatorTimeouts(answer_s=LIMITS.call_timeout, successor_s=600.0),
+            timeouts=CoordinatorTimeouts(answer_s=LIMITS.call_timeout, successor_s=600.0),
             on_record=follow,
             events=EventLog(),
         )

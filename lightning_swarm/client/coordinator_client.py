@@ -54,18 +54,18 @@ class CoordinatorCalls:
     """Calls the coordinator, and repeats a failed call at its successor."""
 
     def __init__(
-        self, transport: Transport, run: RunState, report: Callable[[], ReportReply], patience: CoordinatorTimeouts
+        self, transport: Transport, run: RunState, report: Callable[[], ReportReply], timeouts: CoordinatorTimeouts
     ) -> None:
         self._transport = transport
         self._run = run
         self._report = report  # returns this trainer's part in the open steps
-        self._patience = patience
+        self._timeouts = timeouts
         self._registered_term = run.term  # newest term whose coordinator has this trainer's report
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
     async def call(self, method: Call[Q, A], request: Q) -> A:
         """Call the coordinator and return its answer; raise its error, or a `SwarmError` if no answer can come."""
-        ask = partial(method.ask, self._transport, request=request, timeout=self._patience.answer_s)
+        ask = partial(method.ask, self._transport, request=request, timeout=self._timeouts.answer_s)
         return await self._repeat(method.name, ask)
 
     async def stream(
@@ -73,7 +73,7 @@ class CoordinatorCalls:
     ) -> tuple[A, tuple[Tensor, ...]]:
         """Send tensors to the coordinator; raise the same errors as `call`."""
         ask = partial(method.ask, self._transport, request=request, tensors=tensors, max_bytes=max_bytes)
-        return await self._repeat(method.name, partial(ask, timeout=self._patience.answer_s))
+        return await self._repeat(method.name, partial(ask, timeout=self._timeouts.answer_s))
 
     async def enlist(self, generation: int | None) -> tuple[RunView, int]:
         """Ask until a record names this trainer; return the run from that record on, and the lead's epoch."""
@@ -81,9 +81,9 @@ class CoordinatorCalls:
         while True:
             reply = await self.call(ENLIST, request)
             if reply.view is None:  # no record names this trainer yet, or the lead's loop is in no epoch
-                continue
+                continue  # without a pause, because the coordinator delays such an answer
             if (me := self._transport.peer_id) not in reply.view.seats.trainers:
-                raise ProtocolError(f"the coordinator shows a run to {me} in which it does not train")
+                raise ProtocolError(f"the coordinator's view of the run does not list {me} as a trainer")
             return reply.view, reply.epoch
 
     async def enlisted(self, call: Callable[[], Awaitable[_T]]) -> _T:
@@ -107,7 +107,9 @@ class CoordinatorCalls:
         """Follow a caller that acts as coordinator. Refuse another peer's term, and a term that is not followed."""
         if caller != term[1]:  # a term names its coordinator
             raise ProtocolError(f"a coordinator asks under its own term, and {caller} asked under {term}")
-        if caller not in self._run.servers and self._run.term != term:  # the caller may have joined since
+        # A caller that is no server here may be a newcomer of a record that this trainer has not applied yet. So ask
+        # other peers for the term, instead of trusting the caller.
+        if caller not in self._run.servers and self._run.term != term:
             await self.find_coordinator()
         else:
             await self._follow([term])
@@ -116,8 +118,8 @@ class CoordinatorCalls:
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         answered_s = now_s()  # when any server last answered
-        patience = self._patience
-        deadline_s = answered_s + patience.successor_s
+        timeouts = self._timeouts
+        deadline_s = answered_s + timeouts.successor_s
         while True:
             coordinator = self._run.coordinator
             try:
@@ -131,18 +133,18 @@ class CoordinatorCalls:
                 if now_s() >= deadline_s:
                     raise type(error)(
                         f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
-                        f"within {patience.successor_s:g} s: {error}"
+                        f"within {timeouts.successor_s:g} s: {error}"
                         f"{self._run.electorate.remedy}"
                     ) from error
                 _log.info("%s is asked for again: %s", method, error)
-                if await self._find():
+                if await self._find_or_pause():
                     answered_s = now_s()
-                elif patience.alone_s is not None and now_s() >= answered_s + patience.alone_s:
+                elif timeouts.alone_s is not None and now_s() >= answered_s + timeouts.alone_s:
                     raise StepError(
-                        f"the run is over for this peer, which has heard of no other peer for {patience.alone_s:g} s: "
-                        "other peers end the run without the lead by then. Start the lead again with "
-                        "`ckpt_path`, and its peers with it; another trainer by itself, if the run goes on. Raise "
-                        "`Limits.lead_timeout` to be waited for longer."
+                        "the run is over for this peer, which has heard of no other peer for "
+                        f"{timeouts.alone_s:g} s. If it was the lead, the others have ended the run: start the lead "
+                        "again with `ckpt_path`, and its peers. If it was another trainer and the run goes on, start "
+                        "only this one again. A larger `Limits.lead_timeout` gives more time."
                     ) from error
 
     async def _registered_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
@@ -152,7 +154,7 @@ class CoordinatorCalls:
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
             with contextlib.suppress(NotEnlisted):  # the batches count nowhere, or the trainer is about to enlist
-                await REGISTER.ask(self._transport, coordinator, request, timeout=self._patience.answer_s)
+                await REGISTER.ask(self._transport, coordinator, request, timeout=self._timeouts.answer_s)
             self._registered_term = term
         return await exchange(coordinator)
 
@@ -169,7 +171,7 @@ class CoordinatorCalls:
             raise NotCoordinator("another peer coordinates by now")
         return call.result()
 
-    async def _find(self) -> bool:
+    async def _find_or_pause(self) -> bool:
         """Look for the coordinator, and pause if it is the same one; return whether any server answered."""
         before = self._run.term
         answered = await self.find_coordinator()
@@ -186,7 +188,7 @@ class CoordinatorCalls:
         if not own.open_to_trainers:
             return
         try:
-            view = await VIEW.ask(self._transport, peer, None, timeout=self._patience.answer_s)
+            view = await VIEW.ask(self._transport, peer, None, timeout=self._timeouts.answer_s)
         except SwarmError as error:
             _log.info("%s shows no run: %s", peer, error)
             return
@@ -197,14 +199,14 @@ class CoordinatorCalls:
 
     async def _follow(self, heard: Collection[Term]) -> None:
         """Follow the highest promised of these terms, if it is above the present one; calls under way begin anew."""
-        timeout = self._patience.answer_s
+        timeout = self._timeouts.answer_s
         term = await find_promised(self._transport, self._run, heard, timeout=timeout)
         if term is not None and self._run.follow_term(term):
             self._term_changed.set()
             self._term_changed = asyncio.Event()
 
 
-async def enter(transport: Transport, seen: RunState, patience: CoordinatorTimeouts) -> tuple[RunView, int]:
+async def enter(transport: Transport, seen: RunState, timeouts: CoordinatorTimeouts) -> tuple[RunView, int]:
     """Join a run, known as `seen`, as a trainer from one of its next records on. `ConfigError`: the run refuses."""
     nothing = ReportReply(begun=False, leases=[], closed=[])
-    return await CoordinatorCalls(transport, seen, lambda: nothing, patience).enlist(None)
+    return await CoordinatorCalls(transport, seen, lambda: nothing, timeouts).enlist(None)

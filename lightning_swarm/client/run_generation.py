@@ -32,13 +32,13 @@ class BatchJournal:
     def __init__(self) -> None:
         self._leases: dict[tuple[int, int], Lease] = {}  # (step, lease) -> lease
         self._metrics: dict[tuple[int, int], Message] = {}  # (step, lease) -> metric updates of the batch
-        self._closed: dict[int, float | None] = {}  # steps that this trainer asked to close -> total weight
+        self._close_requests: dict[int, float | None] = {}  # steps that this trainer asked to close -> total weight
         self._begun = False  # a batch was granted
-        self._decided = -1  # the newest step whose record is known
+        self._newest_recorded = -1  # the newest step whose record is known
         self._plans: dict[int, EpochPlan] = {}  # only at the lead: epoch -> plan
         self._position: BatchNumber | None = None  # the generation's first batch
 
-    def granted(self, grant: Grant, request: GrantRequest) -> None:
+    def note_granted(self, grant: Grant, request: GrantRequest) -> None:
         """Record a batch's grant."""
         self._begun = True
         for key, lease in self._leases.items():  # a trainer brings one batch at a time: an unfinished one was struck
@@ -46,13 +46,14 @@ class BatchJournal:
         self._leases[grant.step, grant.lease] = Lease(grant=grant, request=request)
         self._metrics.pop((grant.step, grant.lease), None)
 
-    def planned(self, plan: EpochPlan, position: BatchNumber, over: BatchNumber | None) -> None:
-        """At the lead: record an epoch's plan and the generation's first batch; drop plans of epochs before `over`."""
+    def note_plan(self, plan: EpochPlan, position: BatchNumber, first_uncounted: BatchNumber | None) -> None:
+        """At the lead: record an epoch's plan and the generation's first batch; drop plans of completed epochs."""
+        # `first_uncounted` is the first batch that no record counts; None: no record names it.
         self._position = position
-        first_epoch, _ = over or position  # `over` is the first batch that no record counts
+        first_epoch, _ = first_uncounted or position
         self._plans = {epoch: kept for epoch, kept in self._plans.items() if epoch >= first_epoch} | {plan.epoch: plan}
 
-    def measured(self, step: int, lease: int, metrics: Message) -> None:
+    def note_metrics(self, step: int, lease: int, metrics: Message) -> None:
         """Record the current batch's metric updates."""
         if (entry := self._leases.get((step, lease))) and entry.completed is None and not entry.withdrawn:
             self._metrics[step, lease] = metrics
@@ -62,32 +63,32 @@ class BatchJournal:
         if entry := self._leases.get((step, lease)):
             self._leases[step, lease] = replaced(entry, armed=list(receipts), logs=list(logs))
 
-    def done(self, request: BatchDone) -> None:
+    def note_done(self, request: BatchDone) -> None:
         """Record that the batch is finished or withdrawn, or that this trainer asks to close the step."""
         if request.lease is not None and request.withdrawn:
-            self.withdrawn(request.step, request.lease, dropped=request.dropped)
+            self.note_withdrawn(request.step, request.lease, dropped=request.dropped)
         elif request.lease is not None and (entry := self._leases.get((request.step, request.lease))):
             completed, logs = request.completed, request.logs
             self._leases[request.step, request.lease] = replaced(entry, completed=completed, logs=logs)
         if request.close:
-            self._closed[request.step] = request.total_weight
+            self._close_requests[request.step] = request.total_weight
 
-    def withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
+    def note_withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
         """Record that a batch does not count, and that its place stays empty."""
         self._metrics.pop((step, lease), None)
         if entry := self._leases.get((step, lease)):
             self._leases[step, lease] = replaced(entry, withdrawn=True, logs=[], dropped=entry.dropped or dropped)
 
-    def reopened(self, step: int) -> None:
+    def note_reopened(self, step: int) -> None:
         """Record that a step which this trainer asked to close takes batches again."""
-        self._closed.pop(step, None)
+        self._close_requests.pop(step, None)
 
-    def place(self, step: int, lease: int | None) -> int:
+    def first_place(self, step: int, lease: int | None) -> int:
         """Return the first place of a batch, or 0 if it is no longer known."""
         entry = self._leases.get((step, lease)) if lease is not None else None
         return 0 if entry is None else entry.grant.first
 
-    def finished(self, step: int) -> list[Lease]:
+    def finished_batches(self, step: int) -> list[Lease]:
         """Return the batches, from this step on, that are finished and count as far as this trainer knows."""
         return [
             entry
@@ -95,15 +96,15 @@ class BatchJournal:
             if entry.grant.step >= step and entry.completed is not None and not entry.withdrawn
         ]
 
-    def decided(self, record: Record) -> tuple[list[Lease], list[Lease]]:
+    def apply_record(self, record: Record) -> tuple[list[Lease], list[Lease]]:
         """Apply a record; return finished batches that it does not count, and batches of steps with missed records."""
-        step, found = record.step, self.finished(self._decided + 1)
+        step, found = record.step, self.finished_batches(self._newest_recorded + 1)
         lost = [entry for entry in found if entry.grant.step == step and not record.closing.counts(entry.grant.first)]
         unknown = [entry for entry in found if entry.grant.step < step]
         self._leases = {key: entry for key, entry in self._leases.items() if key[0] >= step}
         self._metrics = {key: metrics for key, metrics in self._metrics.items() if key[0] >= step}
-        self._closed = {later: window for later, window in self._closed.items() if later > step}
-        self._decided = step
+        self._close_requests = {later: weight for later, weight in self._close_requests.items() if later > step}
+        self._newest_recorded = step
         return lost, unknown
 
     def report(self) -> ReportReply:
@@ -111,12 +112,12 @@ class BatchJournal:
         return ReportReply(
             begun=self._begun,
             leases=[replaced(entry, has_metrics=key in self._metrics) for key, entry in self._leases.items()],
-            closed=sorted(self._closed.items()),
+            closed=sorted(self._close_requests.items()),
             plans=list(self._plans.values()),
             position=self._position,
         )
 
-    def metrics(self, step: int, lease: int) -> Message:
+    def metrics_of(self, step: int, lease: int) -> Message:
         """Return a batch's metric updates."""
         if (step, lease) not in self._metrics:
             raise ProtocolError(f"this trainer keeps no metrics of lease {lease} of step {step}")
@@ -137,10 +138,10 @@ class DecidedRecord:
 
 
 @dataclass(frozen=True)
-class NextGrant:
-    """Requests that a lone trainer adds to the end of a batch, to save a round trip for each."""
+class PiggybackedRequests:
+    """Requests that a lone trainer sends with a batch's report, to save a round trip for each."""
 
-    ends: bool = False  # the batch probably closes its step, so also wait as in `wait_closed`
+    wait_for_step_end: bool = False  # the batch probably closes its step: the report also waits as `wait_closed` does
     num_samples: int | None = None  # size of the next batch; None: request no place
     gradient_scale: float = 1.0  # multiplies the loss of the next batch
 
@@ -161,10 +162,10 @@ class TrainerGeneration:
     # batch.
     step_ended: bool | None = None
     # Only at the lead: a delayed step that is decided, or about to be; its record has not come here yet.
-    imminent: int | None = None
+    imminent_step: int | None = None
     hyperparameters: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # step -> values, until decided
-    newest: Record | None = None  # the newest record that this trainer waited for
-    records: list[DecidedRecord] = field(default_factory=list)  # not yet collected, oldest first
+    newest_waited: Record | None = None  # newest record that this trainer waited for; kept when `records` are collected
+    records: list[DecidedRecord] = field(default_factory=list)  # records that the loop has not collected, oldest first
     # Leases of finished batches that their steps do not count; the batches may run again.
     lost: list[int] = field(default_factory=list)
 

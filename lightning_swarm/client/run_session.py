@@ -12,7 +12,7 @@ from typing import Any
 from lightning_swarm.client.pipeline.call_factory import GrantedBatch
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.pipeline import Pipeline
-from lightning_swarm.client.run_generation import DecidedRecord, Metrics, NextGrant
+from lightning_swarm.client.run_generation import DecidedRecord, Metrics, PiggybackedRequests
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import PeerError, StepError
 from lightning_swarm.core.event_loop import Runtime, TimedRuntime
@@ -41,10 +41,13 @@ class RunNews:
 
     version: int  # newest version of the weights that the trainer knows
     records: Sequence[DecidedRecord] = ()  # oldest first
-    # lease -> finished batch that its step does not count
+    # lease -> finished batch that its step does not count. `Session.news` leaves it empty; the loop, which knows the
+    # batches of the leases, fills it.
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
+# `Session` attaches functions to the current `GrantedBatch`, and `PipelineCall` calls them: `begin` with the batch's
+# first microbatches, `arm` after its last accepted backward, and `confirm` if servers refuse a backward after that.
 class Session:
     """Takes one trainer's batches through the run. The main thread calls it, and the event loop does the work."""
 
@@ -69,10 +72,39 @@ class Session:
         self.is_lead = is_lead
         pipeline.enter_generation(manifest.generation, steps.version)
 
+    def _select(self, selection: Selection | None) -> None:
+        """Record which parameters the optimizer has now."""
+        self.selection = selection
+        self.pipeline.factory.first_trained = first_trained(selection, self._stages)
+        if self.local_layers is not None:
+            self.local_layers.selection = selection
+
+    # ------------------------------------------------------------------ the run
+
+    @property
+    def run(self) -> RunState:
+        """The run as this trainer knows it."""
+        return self._steps.run
+
     @property
     def version(self) -> int:
         """The version of the newest weights that this trainer knows of, equal to the number of applied records."""
         return self._steps.version
+
+    @property
+    def newest_record(self) -> Record | None:
+        """The newest record that this trainer waited for."""
+        return self._steps.generation.newest_waited
+
+    @property
+    def open_step(self) -> int:
+        """The step of the next batch, as far as this trainer knows. Delayed records are one step behind."""
+        return self._steps.open_step
+
+    @property
+    def peer_id(self) -> PeerId:
+        """The id of this trainer's peer."""
+        return self._steps.peer_id
 
     @property
     def num_trainers(self) -> int:
@@ -90,9 +122,19 @@ class Session:
         return self.run.manifest.settings.delay_optimizer_step
 
     @property
-    def open_step(self) -> int:
-        """The step of the next batch, as far as this trainer knows. Delayed records are one step behind."""
-        return self._steps.open_step
+    def num_servers(self) -> int:
+        """The number of peers that hold a stage."""
+        return len(self._steps.run.servers)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, from all trainers, in the steps decided so far."""
+        return self._steps.num_samples
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this trainer has waited for its batches' places and for the ends of steps."""
+        return self._runtime.waited_s
 
     def enter_generation(self, request: RestartRequest) -> None:
         """Continue in the run's next generation, from its first step."""
@@ -103,35 +145,32 @@ class Session:
         if self.local_layers is not None:
             self.local_layers.enter_generation()
 
-    def go_back_if(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
-        """At the lead: set the function that returns whether the run can roll back if servers' false work counted."""
-        self._steps.can_go_back = can_go_back
+    def enlist(self) -> int:
+        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
+        return self._runtime.run(self._steps.enlist())
 
-    def resumes_at(self, versions: Callable[[], Collection[int]]) -> None:
-        """At the lead: set the function, for any thread, that returns snapshot versions where its loop can resume."""
-        self._steps.resumable = versions
+    def retire(self, reason: str) -> None:
+        """Not at the lead: bring no more batches; wait until a record removes this trainer, or raise `RunOver`."""
+        self._runtime.run(self._steps.retire(reason))
+
+    def ask_to_stop(self) -> None:
+        """At a trainer that began the run with the lead: report to the lead that user code wants the run to end."""
+        step = self._steps.open_step
+        self.pipeline.context.events.note(
+            "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
+        )
+        self._runtime.run(self._steps.tell_events())
+
+    # ------------------------------------------------------------------ a batch
 
     @property
-    def newest_record(self) -> Record | None:
-        """The newest record that this trainer waited for."""
-        return self._steps.generation.newest
+    def lanes(self) -> Sequence[PeerId]:
+        """The trainers, in the order of the parts of an epoch that they read ahead."""
+        return lanes_of(self.run.trainers, self.run.manifest.lead)
 
-    def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
-        """At the lead: set the functions that return the hyperparameters of the open step, and the loop's epoch."""
-        self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
-
-    def change(self, change: StepChange) -> None:
-        """Send the change with which the open step begins. No place may be granted in it yet."""
-        self._runtime.run(self._steps.change(change))
-        if change.selection is not None:
-            self._select(change.selection)
-
-    def _select(self, selection: Selection | None) -> None:
-        """Record which parameters the optimizer has now."""
-        self.selection = selection
-        self.pipeline.factory.first_trained = first_trained(selection, self._stages)
-        if self.local_layers is not None:
-            self.local_layers.selection = selection
+    def take_plan(self, epoch: int) -> EpochPlan | None:
+        """Wait for the lead's plan of an epoch; None if the whole epoch is complete."""
+        return self._runtime.run(self._steps.take_plan(epoch))
 
     def begin_batch(
         self,
@@ -149,64 +188,35 @@ class Session:
             serial = self._steps.next_serial()
             grant: Grant | None = None
             while grant is None:
-                found = self._runtime.run(self._steps.request_grant(serial, num_samples, gradient_scale(), batch))
-                if found is None:
+                answer = self._runtime.run(self._steps.request_grant(serial, num_samples, gradient_scale(), batch))
+                if answer is None:
                     self._follow_version()  # a validation may follow, at the weights of the newest record
                     return None
-                if isinstance(found, Grant):
-                    grant = found
+                if isinstance(answer, Grant):
+                    grant = answer
                 else:
                     before_record()
-                    self._runtime.run(self._steps.wait_closed(found))
+                    awaited_step = answer
+                    self._runtime.run(self._steps.wait_closed(awaited_step))
         finally:
             self.pipeline.factory.version = self._steps.version
         if self.local_layers is not None:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
-        taken = self.pipeline.begin_batch(grant)
+        begun = self.pipeline.begin_batch(grant)
         self._set_pipeline_version()
         # Let the record of a late step come during this batch, unless there may be other trainers. `num_trainers` would
         # miss a peer that has a place already, and is not a trainer yet.
         if not self.is_shared and self._steps.open_step > self._steps.version:
-            taken.begin = partial(self._steps.begin_batch, grant)
+            begun.begin = partial(self._steps.begin_batch, grant)
         return grant
-
-    def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
-        self._runtime.run(self._steps.plan(plan, position))
-
-    def take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait for the lead's plan of an epoch; None if the whole epoch is complete."""
-        return self._runtime.run(self._steps.take_plan(epoch))
-
-    @property
-    def lanes(self) -> Sequence[PeerId]:
-        """The trainers, in the order of the parts of an epoch that they read ahead."""
-        return lanes_of(self.run.trainers, self.run.manifest.lead)
-
-    @property
-    def peer_id(self) -> PeerId:
-        """The id of this trainer's peer."""
-        return self._steps.peer_id
-
-    def enlist(self) -> int:
-        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
-        return self._runtime.run(self._steps.enlist())
 
     def give_back(self) -> None:
         """Give back the place reserved for the next batch, because there is none."""
         self._runtime.run(self._steps.give_back())
 
-    def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, collect the statistics that the trainer's own batch norms see in the current batch."""
-        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.counting()
-
-    def gradients_elsewhere(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, refuse uses of gradients of the trainer's own layers: `grad` is only a part of them."""
-        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_elsewhere()
-
-    def gradients_spent(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, refuse uses of the previous batch's gradients of the trainer's own layers."""
-        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.gradients_spent()
+    def collect_batch_statistics(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, collect the current batch's batch statistics in the trainer's own layers."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.collect_batch_statistics()
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
         """Let backwards add to the current batch's gradients from now on."""
@@ -220,7 +230,7 @@ class Session:
         if not self.pipeline.marks.clears_gradients:
             self.pipeline.marks.check()
             if self.local_layers is not None:
-                self.local_layers.check_clear()
+                self.local_layers.check_no_stray_gradients()
         self.pipeline.marks.clear()
         self.pipeline.marks.clears_gradients = False
         if logs is not None and self.num_trainers > 1 and self.local_layers is None:
@@ -232,7 +242,7 @@ class Session:
             self.pipeline.batch.counts = False
 
     async def _arm(self, batch: GrantedBatch, logs: Sequence[LoggedValue], receipts: list[Receipt]) -> None:
-        """Report that servers can complete the batch without this trainer; set how to ask later whether it counts."""
+        """Report that servers can complete the batch without this trainer; `batch.confirm` asks later if it counts."""
 
         async def confirm() -> None:
             await self._steps.done(batch.grant.lease, receipts, logs=logs)
@@ -261,7 +271,7 @@ class Session:
         *,
         close: bool = False,
         total_weight: float | None = None,
-        ahead: NextGrant | None = None,  # requests to send along; `end_step` returns the answer to `ends`
+        ahead: PiggybackedRequests | None = None,  # requests to send along; `end_step` returns whether the step ended
     ) -> bool:
         """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
         # At the lead, `close` asks to close the step, with `total_weight` as in `close_step`.
@@ -279,16 +289,40 @@ class Session:
         self.pipeline.end_batch()
         return closing
 
-    def follow_records(self) -> None:
-        """Between two batches: get the imminent record, if there is one, and switch to the newest weights."""
-        imminent = self._steps.generation.imminent
-        if imminent is not None:
-            self._runtime.run(self._steps.wait_for_record(imminent))
-        self._follow_version()
+    def _give_up_batch(self) -> GrantedBatch:
+        """End the current batch without its gradients, and return it."""
+        batch = self._current_batch()
+        self.pipeline.end_batch()
+        if self.local_layers is not None:
+            self.local_layers.clear()
+        return batch
 
-    def close_step(self, *, total_weight: float | None) -> None:
-        """At the lead: ask to close the open step; `total_weight` None: the sum of the weights of its batches."""
-        self._runtime.run(self._steps.close(total_weight=total_weight))
+    def _current_batch(self) -> GrantedBatch:
+        """Return the current batch; raise StepError if there is none."""
+        if self.pipeline.batch is None:
+            raise StepError("no batch is current")
+        return self.pipeline.batch
+
+    @property
+    def completed_places(self) -> Sequence[int]:
+        """The places of this trainer's finished batches in all steps that have no record yet."""
+        return [lease.grant.first for lease in self._steps.generation.journal.finished_batches(self.version)]
+
+    def take_lost(self) -> list[int]:
+        """Collect the leases of finished batches that their steps do not count; the batches may run again."""
+        generation = self._steps.generation
+        lost, generation.lost = generation.lost, []
+        return lost
+
+    # ------------------------------------------------------------------ a step and its record
+
+    def forbid_grad_at_step_end(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, refuse uses of gradients of the trainer's own layers: `grad` is only a part of them."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.forbid_grad_at_step_end()
+
+    def forbid_grad_after_batch(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context, refuse uses of the previous batch's gradients of the trainer's own layers."""
+        return contextlib.nullcontext() if self.local_layers is None else self.local_layers.forbid_grad_after_batch()
 
     def end_step(self) -> bool:
         """Wait until the next step is open; False if a batch was withdrawn, and the step takes batches again."""
@@ -304,11 +338,25 @@ class Session:
         """True if `end_step` need not wait, because the answer to `finish_batch` included the end."""
         return self._steps.generation.step_ended is not None
 
+    def follow_records(self) -> None:
+        """Between two batches: get the imminent record, if there is one, and switch to the newest weights."""
+        imminent = self._steps.generation.imminent_step
+        if imminent is not None:
+            self._runtime.run(self._steps.wait_for_record(imminent))
+        self._follow_version()
+
     def catch_up(self) -> None:
         """Wait for the records of all closed steps."""
         if self._steps.open_step > self._steps.version:
             self._runtime.run(self._steps.wait_for_record(self._steps.open_step - 1))
             self._follow_version()
+
+    def settle_weights(self) -> None:
+        """Let no record arrive while weights are read: within a batch, first wait for the record of a late step."""
+        if self.pipeline.batch is not None:
+            self.catch_up()
+        else:
+            self.follow_records()
 
     def end_training(self) -> None:
         """Bring the module to the last record, without this trainer's batches of the open step."""
@@ -316,12 +364,23 @@ class Session:
         if self.local_layers is not None and self.is_shared:
             self.local_layers.drop_uncounted(self._steps.version)
 
-    def hold_still(self) -> None:
-        """Let no record come while weights are read: within a batch, first wait for the record of a late step."""
-        if self.pipeline.batch is not None:
-            self.catch_up()
-        else:
-            self.follow_records()
+    @property
+    def news(self) -> RunNews:
+        """The newest version, and the records that the loop has not collected yet."""
+        return RunNews(self._steps.version, list(self._steps.generation.records))
+
+    def restore_news(self, news: RunNews) -> None:
+        """Restore records that a saved loop had not collected yet, when the loop resumes."""
+        generation = self._steps.generation
+        generation.records = list(news.records)
+        generation.newest_waited = news.records[-1].record if news.records else None
+
+    def receive_record(self, step: int) -> DecidedRecord | None:
+        """Collect a step's record. Not at the lead: None if this trainer missed it, and knows only a later record."""
+        generation = self._steps.generation
+        found = next((decided for decided in generation.records if decided.record.step == step), None)
+        generation.records = [decided for decided in generation.records if decided.record.step > step]
+        return found
 
     def _follow_version(self) -> None:
         """Switch to the newest weights, because records may have come."""
@@ -336,99 +395,52 @@ class Session:
         if batch is not None and self.delays:
             self.pipeline.factory.version = self.run.weights_version(batch.grant.step)
 
-    @property
-    def completed_places(self) -> Sequence[int]:
-        """The places of this trainer's finished batches in all steps that have no record yet."""
-        return [lease.grant.first for lease in self._steps.generation.journal.finished(self.version)]
+    # ------------------------------------------------------------------ only the lead
 
-    @property
-    def news(self) -> RunNews:
-        """The newest version, and the records that the loop has not collected yet."""
-        return RunNews(self._steps.version, list(self._steps.generation.records))
+    def set_can_go_back(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
+        """At the lead: set the function that returns whether the run can roll back if servers' false work counted."""
+        self._steps.can_go_back = can_go_back
 
-    def restore_news(self, news: RunNews) -> None:
-        """Restore records that a saved loop had not collected yet, when the loop resumes."""
-        generation = self._steps.generation
-        generation.records = list(news.records)
-        generation.newest = news.records[-1].record if news.records else None
+    def set_resumable_versions(self, versions: Callable[[], Collection[int]]) -> None:
+        """At the lead: set the function, for any thread, that returns snapshot versions where its loop can resume."""
+        self._steps.resumable = versions
 
-    def take_lost(self) -> list[int]:
-        """Collect the leases of finished batches that their steps do not count; the batches may run again."""
-        generation = self._steps.generation
-        lost, generation.lost = generation.lost, []
-        return lost
+    def set_step_sources(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
+        """At the lead: set the functions that return the hyperparameters of the open step, and the loop's epoch."""
+        self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
 
-    def receive_record(self, step: int) -> DecidedRecord | None:
-        """Collect a step's record. Not at the lead: None if this trainer missed it, and knows only a later record."""
-        generation = self._steps.generation
-        found = next((decided for decided in generation.records if decided.record.step == step), None)
-        generation.records = [decided for decided in generation.records if decided.record.step > step]
-        return found
+    def change(self, change: StepChange) -> None:
+        """Send the change with which the open step begins. No place may be granted in it yet."""
+        self._runtime.run(self._steps.change(change))
+        if change.selection is not None:
+            self._select(change.selection)
+
+    def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
+        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
+        self._runtime.run(self._steps.plan(plan, position))
+
+    def close_step(self, *, total_weight: float | None) -> None:
+        """At the lead: ask to close the open step; `total_weight` None: the sum of the weights of its batches."""
+        self._runtime.run(self._steps.close(total_weight=total_weight))
 
     def take_events(self) -> dict[EventKind, int]:
         """At the lead: return the counts of the peers' events since the last call."""
         return dict(self.pipeline.context.events.drain())
-
-    def ask_to_stop(self) -> None:
-        """At a trainer that began the run with the lead: report to the lead that user code wants the run to end."""
-        step = self._steps.open_step
-        self.pipeline.context.events.note(
-            "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
-        )
-        self._runtime.run(self._steps.tell_events())
 
     @property
     def stopped_by(self) -> Sequence[PeerId]:
         """At the lead: the trainers that began the run with it, and that asked it to stop."""
         return self.pipeline.context.events.noted_by("stopped", self.run.manifest.trainers)
 
-    @property
-    def run(self) -> RunState:
-        """The run as this trainer knows it."""
-        return self._steps.run
-
-    @property
-    def num_servers(self) -> int:
-        """The number of peers that hold a stage."""
-        return len(self._steps.run.servers)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, from all trainers, in the steps decided so far."""
-        return self._steps.num_samples
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this trainer has waited for its batches' places and for the ends of steps."""
-        return self._runtime.waited_s
-
     def renew(self) -> None:
         """At the lead: keep the other trainers waiting while this trainer validates or saves."""
         if self.is_lead and self.is_shared:
             self._runtime.run(self._steps.renew())
 
-    def check(self, error: PeerError | StepError) -> None:
+    def raise_if_step_failed(self, error: PeerError | StepError) -> None:
         """At the lead: raise the open step's error if the step failed, because that may be why a peer is gone."""
         if self.num_trainers > 1 and self.is_lead:
             try:
                 self._runtime.run(self._steps.renew())
             except StepError as failure:
                 raise failure from error
-
-    def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches; wait until a record removes this trainer, or raise `RunOver`."""
-        self._runtime.run(self._steps.retire(reason))
-
-    def _give_up_batch(self) -> GrantedBatch:
-        """End the current batch without its gradients, and return it."""
-        batch = self._current_batch()
-        self.pipeline.end_batch()
-        if self.local_layers is not None:
-            self.local_layers.clear()
-        return batch
-
-    def _current_batch(self) -> GrantedBatch:
-        """Return the current batch; raise StepError if there is none."""
-        if self.pipeline.batch is None:
-            raise StepError("no batch is in hand")
-        return self.pipeline.batch

@@ -12,7 +12,13 @@ from typing import Any, Final, TypeAlias
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.coordinator_client import CoordinatorCalls, CoordinatorTimeouts
-from lightning_swarm.client.run_generation import BatchJournal, DecidedRecord, Metrics, NextGrant, TrainerGeneration
+from lightning_swarm.client.run_generation import (
+    BatchJournal,
+    DecidedRecord,
+    Metrics,
+    PiggybackedRequests,
+    TrainerGeneration,
+)
 from lightning_swarm.core.errors import FalseWorkCounted, LeaseRevoked, NotEnlisted, ProtocolError, RunOver, WentBack
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import rpc
@@ -65,13 +71,13 @@ class StepClient:
         transport: Transport,
         run: RunState,
         *,
-        patience: CoordinatorTimeouts,
+        timeouts: CoordinatorTimeouts,
         on_record: OnRecord,
         events: EventLog,  # this trainer's; the coordinator gets their counts, and the lead gets all peers' counts
         first_serial: int = 1,  # serial of its first batch; differs in each life of a trainer that may come back
     ) -> None:
         report = lambda: self._journal.report()  # noqa: E731, PLW0108 - each generation has its own journal
-        self._coordinator = CoordinatorCalls(transport, run, report, patience)
+        self._coordinator = CoordinatorCalls(transport, run, report, timeouts)
         self._serials = itertools.count(first_serial)
         self._on_record = on_record
         self.events = events
@@ -132,7 +138,7 @@ class StepClient:
 
     async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
         """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
-        self._journal.planned(plan, position, self.run.position)
+        self._journal.note_plan(plan, position, self.run.position)
         request = PlanRequest(generation=self.generation.number, plan=plan, position=position)
         await self._coordinator.call(rpc.PLAN, request)
 
@@ -195,7 +201,7 @@ class StepClient:
             reply = await self._ask(rpc.GRANT, request)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
-                self._journal.granted(reply.grant, request)
+                self._journal.note_granted(reply.grant, request)
                 return reply.grant
             if reply.passed:
                 return None
@@ -210,7 +216,7 @@ class StepClient:
         """Send a batch's metric updates to the coordinator, for the lead if the batch counts. Call it before `done`."""
         states, tensors = metrics
         head = BatchMetrics(generation=self.generation.number, step=self.open_step, lease=lease, metrics=list(states))
-        self._journal.measured(self.open_step, lease, Message(encode(head), tuple(tensors)))
+        self._journal.note_metrics(self.open_step, lease, Message(encode(head), tuple(tensors)))
         send = partial(self._coordinator.stream, rpc.METRICS, head, tensors, max_bytes=0)
         await self._coordinator.enlisted(send)
 
@@ -234,12 +240,16 @@ class StepClient:
         close: bool = False,
         total_weight: float | None = None,
         logs: Sequence[LoggedValue] = (),
-        ahead: NextGrant | None = None,
+        ahead: PiggybackedRequests | None = None,
     ) -> bool:
         """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again."""
         # `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`. `ahead` has the
         # requests that save a lone trainer round trips.
-        ends = self._record_request(self.open_step, decided=False) if ahead is not None and ahead.ends else None
+        ends = (
+            self._record_request(self.open_step, decided=False)
+            if ahead is not None and ahead.wait_for_step_end
+            else None
+        )
         following = None
         if ahead is not None and ahead.num_samples is not None:
             serial = self.next_serial()
@@ -273,7 +283,7 @@ class StepClient:
             close=False,
             total_weight=None,
             generation=self.generation.number,
-            first=self._journal.place(self.open_step, lease),
+            first=self._journal.first_place(self.open_step, lease),
             logs=list(logs),
             noted=self.events.report(),
             version=self.version,
@@ -288,7 +298,7 @@ class StepClient:
 
     async def _finish(self, report: BatchDone) -> bool:
         """Record a report in the journal, and send it; return whether its step closes now."""
-        self._journal.done(report)
+        self._journal.note_done(report)
         self.generation.step_ended = None
         return await self._send_report(report)
 
@@ -299,9 +309,9 @@ class StepClient:
             reply = await self._ask(rpc.DONE, report)
         except LeaseRevoked:
             if report.lease is not None:
-                generation.journal.withdrawn(report.step, report.lease)
+                generation.journal.note_withdrawn(report.step, report.lease)
             raise
-        generation.imminent = generation.imminent if reply.imminent is None else reply.imminent
+        generation.imminent_step = generation.imminent_step if reply.imminent is None else reply.imminent
         # If the step closes, `reply.ended` answers the request `report.ends`. Otherwise it carries the record of the
         # late step whose number is `reply.imminent`.
         if reply.ended is not None and reply.closing:
@@ -309,9 +319,9 @@ class StepClient:
             generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
         elif reply.ended is not None and reply.imminent is not None:
             over = await self._learn_reply(reply.imminent, reply.ended, decided=True)
-            generation.imminent = reply.imminent if over is None else None
+            generation.imminent_step = reply.imminent if over is None else None
         if reply.grant is not None and report.following is not None:
-            generation.journal.granted(reply.grant, report.following)
+            generation.journal.note_granted(reply.grant, report.following)
             generation.reserved = reply.grant, report.following
         return reply.closing
 
@@ -324,7 +334,7 @@ class StepClient:
 
     async def wait_for_record(self, step: int) -> Record | None:
         """Wait for the record of `step` or a newer one; None if `step` takes batches again. `StepError`: it failed."""
-        return self.generation.newest if await self._wait_until_over(step, decided=True) else None
+        return self.generation.newest_waited if await self._wait_until_over(step, decided=True) else None
 
     async def wait_closed(self, step: int) -> bool:
         """Wait until the step after `step` is open; False if a batch was withdrawn, and `step` takes batches again."""
@@ -343,16 +353,18 @@ class StepClient:
         """Apply a reply's record; True if the step is over, False if it takes batches again, None if neither yet."""
         generation = self.generation
         if reply.record is not None:
-            generation.newest = reply.record
+            generation.newest_waited = reply.record
             if reply.record.step >= self.version:
                 await self._learn(reply.record, reply)
-        generation.open_step, generation.imminent = max(reply.open, self.version), None
+        generation.open_step, generation.imminent_step = max(reply.open, self.version), None
         if self.version > step or (self.open_step > step and not decided):
             return True
         if not reply.closing:
-            generation.journal.reopened(step)
+            generation.journal.note_reopened(step)
             generation.hyperparameters.pop(step, None)  # the lead may step with other values by then
-            await self._confirm([lease for lease in generation.journal.finished(step) if lease.grant.step == step])
+            await self._confirm(
+                [lease for lease in generation.journal.finished_batches(step) if lease.grant.step == step]
+            )
             return False
         return None
 
@@ -389,9 +401,9 @@ class StepClient:
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # kept even if the rest fails
         # A finished batch may still be struck: its gradients were lost with servers and could not be computed again, or
         # a new coordinator never heard of it.
-        lost, unknown = generation.journal.decided(record)
+        lost, unknown = generation.journal.apply_record(record)
         for lease in lost:
-            generation.journal.withdrawn(record.step, lease.grant.lease)
+            generation.journal.note_withdrawn(record.step, lease.grant.lease)
             generation.lost.append(lease.grant.lease)
         await self._raise_if_false_work_counted(record)  # the rest does not matter if this raises
         await self._confirm(unknown)
@@ -455,4 +467,4 @@ class StepClient:
 
     async def _handle_report_metrics(self, caller: PeerId, request: LeaseMetricsRequest) -> Message:
         self.run.check_coordinator(caller)
-        return self._journal.metrics(request.step, request.lease)
+        return self._journal.metrics_of(request.step, request.lease)

@@ -194,6 +194,6 @@ class ServerHost:
         index = last.spec.index
         layers = LocalLayers(last, self.server.steps, runtime, lambda: self.me in run.rosters[index])
         if run.manifest.is_whole and run.manifest.open_to_trainers:  # a server that was left out joins again
-            layers.is_held = lambda: self.is_member(run.version)
-            layers.until_held = lambda: runtime_until_over.run(self.until_member(run.version))
+            layers.is_in_roster = lambda: self.is_member(run.version)
+            layers.wait_until_in_roster = lambda: runtime_until_over.run(self.until_member(run.version))
         return layers

@@ -96,7 +96,7 @@ class TrainerRole:
         return StepClient(
             self._role,
             run,
-            patience=CoordinatorTimeouts(
+            timeouts=CoordinatorTimeouts(
                 answer_s=limits.call_timeout,
                 successor_s=limits.stage_timeout,
                 # Seconds without an answer from any other peer; see `CoordinatorTimeouts`.

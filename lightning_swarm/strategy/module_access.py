@@ -103,7 +103,7 @@ class ModuleAccess:
     def gather(self, gather: Callable[..., Coroutine[Any, Any, _T]], *, timeout: float | None = None) -> _T:
         """Run a function of `model_state` that gathers from the servers, at the newest version."""
         session, limits = self._session, self._limits
-        session.hold_still()
+        session.settle_weights()
         session.renew()
         timeout = limits.call_timeout if timeout is None else timeout
         work = gather(
@@ -219,7 +219,7 @@ class ModuleAccess:
         self._evaluation_weights = {}
         session.pipeline.factory.evaluation_number = 0
         if local is not None:
-            local.accept(written)
+            local.note_stage_has(written)
 
     def _before_call(self, evaluates: bool) -> None:
         """Send weights that user code wrote before a call of the pipeline that evaluates; refuse them in training."""

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.client.run_generation import Metrics, NextGrant
+from lightning_swarm.client.run_generation import Metrics, PiggybackedRequests
 from lightning_swarm.client.run_session import RunNews, Session
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.core.override import Override
@@ -94,7 +94,7 @@ class SwarmOptimization:
         )
         self._rate_hooks = RateHooks(trainer, session, self._hyperparameters)
         if session.is_lead:
-            session.step_with(self._hyperparameters, lambda: trainer.current_epoch)
+            session.set_step_sources(self._hyperparameters, lambda: trainer.current_epoch)
 
     def take_over(self) -> None:
         """Replace Lightning's optimizer steps and schedulers."""
@@ -239,14 +239,14 @@ class SwarmOptimization:
             closure._zero_grad_fn = partial(self._zero_grad, zero_grad)
         self._session.pipeline.marks.expect_backward(clears_gradients=self._clears_gradients(batch.idx))
         try:
-            with self._session.counting(), self._counters.as_one_process(batch.number):
+            with self._session.collect_batch_statistics(), self._counters.as_one_process(batch.number):
                 closure()
             self._session.pipeline.marks.check()
             checks.check_untouched(self.trainer.lightning_module, self._optimizer, self._session.local_layers)
         except LeaseRevoked:  # `_train` repeats the batch
             raise
         except (PeerError, StepError) as error:
-            self._session.check(error)
+            self._session.raise_if_step_failed(error)
             raise
         except Exception:
             try:
@@ -271,7 +271,7 @@ class SwarmOptimization:
 
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
         """Clear gradients as Lightning does. Meanwhile, refuse hooks' uses of the previous batch's gradients."""
-        with self._session.gradients_spent():
+        with self._session.forbid_grad_after_batch():
             zero_grad()
 
     def _finish_batch(self, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics) -> bool:
@@ -282,7 +282,7 @@ class SwarmOptimization:
         alone = not (self._session.is_shared or self._data.shares)
         fills = self._counters.is_full(self.pending_samples + batch.num_samples)
         ends = alone and self._waits_for_step(close=close or fills)
-        ahead = self._next_grant(batch, ends=ends) if alone else None
+        ahead = self._next_requests(batch, ends=ends) if alone else None
         window = self._counters.total_weight
         if ends:
             self._call_step_hooks(has_all=not self.pending_samples)
@@ -291,13 +291,15 @@ class SwarmOptimization:
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
-    def _next_grant(self, batch: LoopBatch, *, ends: bool) -> NextGrant:
+    def _next_requests(self, batch: LoopBatch, *, ends: bool) -> PiggybackedRequests:
         """Return the requests to send with a batch's report. They ask for no place whose size or scale may change."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
-            return NextGrant(ends=ends)
-        return NextGrant(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.current())
+            return PiggybackedRequests(wait_for_step_end=ends)
+        return PiggybackedRequests(
+            wait_for_step_end=ends, num_samples=batch.num_samples, gradient_scale=self._scale.current()
+        )
 
     def finish(self) -> None:
         """Wait for and count the last records when training ends."""
@@ -447,7 +449,7 @@ class SwarmOptimization:
         """Call `on_before_optimizer_step`. `has_all`: this trainer's own layers hold the whole gradient of the step."""
         self._prepare()
         call = self._framework.call
-        with nullcontext() if has_all else self._session.gradients_elsewhere():
+        with nullcontext() if has_all else self._session.forbid_grad_at_step_end():
             call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
             call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", self._optimizer)
         self._session.pipeline.marks.check()

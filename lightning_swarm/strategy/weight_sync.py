@@ -98,7 +98,7 @@ class ModuleWeights:
                 return optimizer_state.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
 
         def write(folder: Path) -> list[WrittenValue]:
-            session.hold_still()
+            session.settle_weights()
             session.renew()
             convert = as_saved if optimizer is not None else None
             limits, events = self._limits, self._peer.events

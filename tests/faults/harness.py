@@ -28,7 +28,7 @@ from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
 from lightning_swarm.client.pipeline.replayer import Replayer, avoid_when_asked
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.client.run_generation import NextGrant
+from lightning_swarm.client.run_generation import PiggybackedRequests
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.core.limits import Limits
@@ -51,7 +51,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.faults import MessagePoint
 from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
-from tests.unit.swarm import HYPERPARAMETERS, LEAD, PATIENCE, WIDTH, Swarm, make_module, make_optimizer
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, TIMEOUTS, WIDTH, Swarm, make_module, make_optimizer
 from tests.wire import Averaging, sent
 
 MODE = ComputeMode(training=True, grad=True, default_dtype="float64")
@@ -240,7 +240,7 @@ class Trainer:
             works.append(self.steps.begin_batch(grant))
         await gather(works)
         ahead = (
-            NextGrant(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=self._scale)
+            PiggybackedRequests(wait_for_step_end=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=self._scale)
             if self._is_alone
             else None
         )
@@ -248,8 +248,8 @@ class Trainer:
         closing = await self.steps.done(grant.lease, receipts, ahead=ahead)
         self._through[grant.lease] = number
         self._books.done.add((self.peer_id, number))
-        if self.steps.generation.imminent is not None:
-            await self.steps.wait_for_record(self.steps.generation.imminent)
+        if self.steps.generation.imminent_step is not None:
+            await self.steps.wait_for_record(self.steps.generation.imminent_step)
         if closing and self.steps.generation.step_ended is None:
             await self.steps.wait_closed(self.steps.open_step)
 
@@ -405,7 +405,7 @@ class FaultySwarm(Swarm):
     def client(self, trainer: MemoryTransport) -> StepClient:
         steps = super().client(trainer)
         # Wait for a successor until the run's end, because the plan decides when one can take over.
-        steps._coordinator._patience = replace(PATIENCE, successor_s=RUN_TIMEOUT_S)
+        steps._coordinator._timeouts = replace(TIMEOUTS, successor_s=RUN_TIMEOUT_S)
         return steps
 
     def _watch(self, name: PeerId, server: Server) -> None:

@@ -64,7 +64,7 @@ LEAD = PeerId("trainer")
 WIDTH = 3
 RESULT_KEY = b"key of results  "
 HYPERPARAMETERS: list[dict[str, Any]] = [{"lr": 0.1}]
-PATIENCE = CoordinatorTimeouts(answer_s=30.0, successor_s=600.0)
+TIMEOUTS = CoordinatorTimeouts(answer_s=30.0, successor_s=600.0)
 MODE = ComputeMode(training=True, grad=True, input_grad=True, default_dtype="float64")
 
 
@@ -322,7 +322,7 @@ class Swarm:
             self.seated[record.closing.generation, record.step] = rosters
 
         run = RunState(self.manifest)
-        return StepClient(trainer, run, patience=PATIENCE, on_record=note, events=EventLog())
+        return StepClient(trainer, run, timeouts=TIMEOUTS, on_record=note, events=EventLog())
 
     def counted(self, record: Record) -> list[Receipt]:
         """Return the microbatches that a record counts, each held by one server in each stage of the pipeline."""

@@ -95,12 +95,12 @@ class CheckedResults(ResultCheck):
         expected = _form_of(structure, tensors, size)
         error = PeerError("its output has another form than the coordinator's, or no row for each sample")
         for _ in range(_MAX_OTHER_FORMS):
-            wrong = [place for place, (form, _) in enumerate(found) if form != expected]
-            works = [_forward_anew(call.runs[place], error) for place in wrong]
+            wrong = [index for index, (form, _) in enumerate(found) if form != expected]
+            works = [_forward_anew(call.runs[index], error) for index in wrong]
             if not works:
                 break
-            for place, result in zip(wrong, factory.run(works, call.runs[0].microbatch.inputs), strict=True):
-                results[place], found[place] = result, _formed(result, call.sizes[place], factory)
+            for index, result in zip(wrong, factory.run(works, call.runs[0].microbatch.inputs), strict=True):
+                results[index], found[index] = result, _formed(result, call.sizes[index], factory)
 
 
 async def _forwards_by(coordinator: Callable[[], PeerId], runs: Sequence[MicrobatchRun]) -> list[Result]:

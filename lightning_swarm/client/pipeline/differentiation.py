@@ -161,13 +161,13 @@ class GradientMarks:
     def set(self) -> None:
         """Mark the weights that train."""
         with unwatched():
-            for place, weight in enumerate(self._weights):
+            for index, weight in enumerate(self._weights):
                 if weight.requires_grad and weight.grad is None:
-                    mark = self._marks.get(place)
+                    mark = self._marks.get(index)
                     if mark is None or (mark.dtype, mark.device) != (weight.dtype, weight.device):
                         nothing = torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight)
-                        self._marks[place] = nothing.as_subclass(GradientElsewhere)
-                    weight.grad = self._marks[place]
+                        self._marks[index] = nothing.as_subclass(GradientElsewhere)
+                    weight.grad = self._marks[index]
 
     def refuse_or_set(self) -> None:
         """Allow a user's own backward only if Lightning will clear the gradients that it leaves at the weights."""

@@ -75,28 +75,28 @@ class BlockChain:
         # Read before the forwards are replaced.
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
 
-    def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
+    def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Run in place of a block's forward; return a `DeferredOutput`, or at the last block the pipeline's output."""
-        # `place` is the block's first index in the list, in which a block may stand several times.
-        if hooks := user_hooks(self._modules[place]):
+        # `number` is the block's first index in the list, in which a block may stand several times.
+        if hooks := user_hooks(self._modules[number]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
-                f"other peers: got {hooks[0]} on {self._names[place]!r}. Register it on a layer within the block, or "
+                f"other peers: got {hooks[0]} on {self._names[number]!r}. Register it on a layer within the block, or "
                 "return what it is for from the block. `output_attentions`, `output_hidden_states` and "
                 "`output_router_logits` of Hugging Face models register such hooks: leave them out."
             )
-        hidden, arguments, tensors, cache = self._bound(place, args, kwargs)
+        hidden, arguments, tensors, cache = self._bound(number, args, kwargs)
         before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None
         index = 0 if before is None else len(before.calls)
-        if index == len(self._modules) or self._modules[index] is not self._modules[place]:
+        if index == len(self._modules) or self._modules[index] is not self._modules[number]:
             found = "something else" if before is None else f"the output of block {before.block_name!r}"
-            self._refuse(f"block {self._names[place]!r} was called with {found}")
+            self._refuse(f"block {self._names[number]!r} was called with {found}")
         if before is None:
             progress = self._begin(hidden, arguments, tensors, cache)
         elif before.cache is cache:
             progress = self._go_on(before, arguments, tensors)
         else:
-            self._refuse(f"block {self._names[place]!r} was called with another cache than the one before")
+            self._refuse(f"block {self._names[number]!r} was called with another cache than the one before")
         if index < len(self._modules) - 1:
             return DeferredOutput(progress)
         if any(tensor._version != version for tensor, version in progress.versions):
@@ -126,10 +126,10 @@ class BlockChain:
             self._pending.put_back()
 
     def _bound(
-        self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any], list[Tensor], Any]:
         """Return the hidden state, the other arguments by name, their tensors, and a cache or None."""
-        signature = self._signatures[place]
+        signature = self._signatures[number]
         unnamed: list[Any] = []
         given: dict[str, Any] = {}
         for name, value in signature.bind(*args, **kwargs).arguments.items():
@@ -145,20 +145,20 @@ class BlockChain:
                 given[name] = value
         if len(unnamed) != 1:
             self._refuse(
-                f"block {self._names[place]!r} was called with {len(unnamed)} arguments that have no names, where only "
-                "the hidden state may have none"
+                f"block {self._names[number]!r} was called with {len(unnamed)} arguments that have no names, where "
+                "only the hidden state may have none"
             )
         caches = {id(value): value for value in given.values() if is_cache(value)}
         if len(caches) > 1:
-            self._refuse(f"block {self._names[place]!r} was called with {len(caches)} caches")
+            self._refuse(f"block {self._names[number]!r} was called with {len(caches)} caches")
         given = {name: IN_SESSION if is_cache(value) else value for name, value in given.items()}
-        tensors = [tensor for name, value in given.items() for tensor in self._tensors_of(place, name, value)]
+        tensors = [tensor for name, value in given.items() for tensor in self._tensors_of(number, name, value)]
         return unnamed[0], given, tensors, next(iter(caches.values()), None)
 
-    def _tensors_of(self, place: int, name: str, value: Any) -> list[Tensor]:
+    def _tensors_of(self, number: int, name: str, value: Any) -> list[Tensor]:
         if isinstance(value, DeferredOutput):
             self._refuse(
-                f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
+                f"block {self._names[number]!r} got the output of block {value._progress.block_name!r} as `{name}`"
             )
         try:
             return serialization.flatten(value)[1]
@@ -168,7 +168,7 @@ class BlockChain:
                 "Hugging Face model's config."
             )
             raise ConfigError(
-                f"arguments of blocks travel to other peers: block {self._names[place]!r} got a "
+                f"arguments of blocks travel to other peers: block {self._names[number]!r} got a "
                 f"{type(value).__name__} as `{name}`, and {error}{'' if isinstance(value, Tensor) else of_caches}"
             ) from error
 
@@ -232,7 +232,7 @@ class DeferredOutput:
         count = _unpacked_into(sys._getframe(1))
         if count is None:
             self._refuse("`__iter__`")
-        return iter([DeferredOutput(self._progress, (*self._picks, (place, count))) for place in range(count)])
+        return iter([DeferredOutput(self._progress, (*self._picks, (index, count))) for index in range(count)])
 
     @override
     def __repr__(self) -> str:
@@ -326,14 +326,14 @@ class Interception:
         self._own: list[tuple[nn.Module, dict[str, Any]]] = []  # (module, its own `forward` if it had one)
         self._chain: BlockChain | None = None
         if not isinstance(calls, BlockChain):
-            self._replace(blocks.root, functools.partial(_call_whole, _places(blocks), calls))
+            self._replace(blocks.root, functools.partial(_call_whole, _registrations(blocks), calls))
             return
         chain = self._chain = calls
-        places: dict[int, tuple[int, nn.Module]] = {}
-        for place, block in enumerate(blocks.modules):
-            places.setdefault(id(block), (place, block))
-        for place, block in places.values():
-            self._replace(block, functools.partial(chain.call, place))
+        first_calls: dict[int, tuple[int, nn.Module]] = {}
+        for number, block in enumerate(blocks.modules):
+            first_calls.setdefault(id(block), (number, block))
+        for number, block in first_calls.values():
+            self._replace(block, functools.partial(chain.call, number))
 
     def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
         # Not `setattr`, which a compiled module passes on to the module that it wraps.
@@ -353,8 +353,8 @@ class Interception:
             vars(module).update(own)
 
 
-def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    """Find the places in the root, and in the modules below it, at which blocks are registered."""
+def _registrations(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
+    """Return owner, name and block of each registration of a block in the root, and in the modules below it."""
     own = set(map(id, blocks.modules))
     owners = [module._modules for module in blocks.root.modules()]
     return [
@@ -366,10 +366,10 @@ def _places(blocks: Blocks) -> list[tuple[dict[str, Any], str, nn.Module]]:
 
 
 def _call_whole(
-    places: list[tuple[dict[str, Any], str, nn.Module]], pipeline: Callable[..., Any], *args: Any, **kwargs: Any
+    registrations: list[tuple[dict[str, Any], str, nn.Module]], pipeline: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call the pipeline; refuse if another module took a block's place, because the servers still use the block."""
-    for owner, name, block in places:
+    for owner, name, block in registrations:
         if owner.get(name) is not block:
             raise ConfigError(
                 f"blocks must stay what they are during a run: another module, a {type(owner.get(name)).__name__}, "

@@ -30,7 +30,7 @@ class LocalStage(Protocol):
     async def add_batch(
         self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float, seen: Tensor | None
     ) -> None:
-        """Add a batch's gradients, and the statistics that batch norms saw in it, to the stage's sum, once."""
+        """Add a batch's gradients, and the batch statistics that its batch norms saw, to the stage's sum, once."""
 
     async def wait_for_version(self, version: int) -> None:
         """Wait until the stage reaches a version."""
@@ -49,23 +49,27 @@ class LocalLayers:
     module: StageModule  # holds the user's own tensors
     stage: LocalStage
     runtime: Runtime
-    is_held: Callable[[], bool]  # returns whether this trainer is in the roster of the copies, as far as it knows
-    until_held: Callable[[], None] | None = None  # waits until it is in the roster again; None: it never will be
+    is_in_roster: Callable[[], bool]  # returns whether this trainer is in the roster of the copies, as far as it knows
+    wait_until_in_roster: Callable[[], None] | None = None  # None: a trainer that left the roster never returns
     selection: Selection | None = None  # parameters in the optimizer; None: nothing trains
     _version: int | None = None  # version of the module's own parameters
     _checked_gradients: bool = False
     _has_added: bool = False  # a batch's gradients were added
-    _counts_more: bool = False  # the module's statistics count a batch that no record counts yet
-    # name -> value in the stage, as far as is known here. For statistics: the value after the norms' newest writes.
+    _statistics_are_ahead: bool = False  # the module's running statistics include a batch that is in no record yet
+    # name -> value in the stage, as far as this trainer knows; for statistics, the value after the norms' newest writes
     _known: dict[str, Tensor] = field(default_factory=dict)
     _known_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._statistics, self._seen = RunningStatistics(self.module), BatchStatistics()
-        self._spent = GradientMarks(list(self.parameters.values()))  # at gradients that are in the stage's sum
+        self._running_statistics = RunningStatistics(self.module)
+        self._batch_statistics = BatchStatistics()  # of the current batch
+        # Marks at `grad` refuse its use. `set` marks a batch's gradients that the stage has summed: Lightning's next
+        # `zero_grad` may remove these marks. `set_for_step` marks a step's gradients for the hooks before the optimizer
+        # steps: such a hook must not remove the marks, and `check` raises if it did.
+        self._batch_marks = GradientMarks(list(self.parameters.values()))
         names = {id(buffer): name for name, buffer in self._buffers().items()}
         self._names_of_norms = [
-            [names[id(buffer)] for buffer in norm.buffers(recurse=False)] for norm in self._statistics.norms
+            [names[id(buffer)] for buffer in norm.buffers(recurse=False)] for norm in self._running_statistics.norms
         ]
         self.note_current()
 
@@ -75,16 +79,16 @@ class LocalLayers:
         return dict(self.module.named_stage_parameters())
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """Collect the statistics that batch norms see within this context, which are those of the current batch."""
-        # The module's running statistics include them at once; those of the run only with the step's record.
-        self._spent.clear()  # otherwise a user's own `.backward()` would add to the marks at `grad`
+    def collect_batch_statistics(self) -> Iterator[None]:
+        """Within this context, collect the current batch's batch statistics."""
+        # The module's running statistics include them at once, but the run's only with the step's record.
+        self._batch_marks.clear()  # otherwise a user's own `.backward()` would add to the marks at `grad`
         self.check_buffers()
-        with self._statistics.watched() as self._seen:
+        with self._running_statistics.watched() as self._batch_statistics:
             yield
-        if self._seen.values is not None:
-            self._counts_more = True
-            own, uses = self._buffers(), self._seen.values.tolist()
+        if self._batch_statistics.values is not None:
+            self._statistics_are_ahead = True
+            own, uses = self._buffers(), self._batch_statistics.values.tolist()
             written = [name for used, names in zip(uses, self._names_of_norms, strict=False) if used for name in names]
             self._known_buffers.update((name, own[name].detach().clone()) for name in written)
 
@@ -94,7 +98,7 @@ class LocalLayers:
         own = self.parameters
         gradients = {name: parameter.grad for name, parameter in own.items()}
         self.clear()
-        self._spent.set()
+        self._batch_marks.set()
         self._has_added = True
         if not self._checked_gradients:
             self._checked_gradients = True
@@ -106,28 +110,28 @@ class LocalLayers:
                     len(missing),
                     ", ".join(missing[:_MAX_NAMED]),
                 )
-        seen, self._seen = self._seen, BatchStatistics()
-        self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight, seen.values))
+        statistics, self._batch_statistics = self._batch_statistics.values, BatchStatistics()
+        self.runtime.run(self.stage.add_batch(self.module.spec.index, key, gradients, weight, statistics))
 
-    def check_clear(self) -> None:
+    def check_no_stray_gradients(self) -> None:
         """Raise if a `.backward()` of user code has left gradients before Lightning's own backward."""
         # Plain Lightning would add both; here only Lightning's counts.
         found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
         if found:
             raise ConfigError(
-                "only the backward that Lightning runs adds to a step: within an accumulation window a `.backward()` "
-                f"of one's own left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
+                "only the backward that Lightning runs adds to a step: within an accumulation window your code called "
+                f"`.backward()` itself, which left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
             )
 
     @contextlib.contextmanager
-    def gradients_spent(self) -> Iterator[None]:
+    def forbid_grad_after_batch(self) -> Iterator[None]:
         """Within this context, refuse uses of the previous batch's gradients, which are in the stage's sum."""
         if self._has_added:
-            self._spent.set()
+            self._batch_marks.set()
         try:
             yield
         finally:
-            self._spent.clear()
+            self._batch_marks.clear()
 
     def clear(self) -> None:
         """Drop the batch's gradients."""
@@ -135,7 +139,7 @@ class LocalLayers:
             parameter.grad = None
 
     @contextlib.contextmanager
-    def gradients_elsewhere(self) -> Iterator[None]:
+    def forbid_grad_at_step_end(self) -> Iterator[None]:
         """Within this context, refuse uses of `grad`, which has at most the last batch's part of a step's gradient."""
         parameters = list(self.parameters.values())
         own = [parameter.grad for parameter in parameters]
@@ -152,7 +156,7 @@ class LocalLayers:
 
     def enter_generation(self) -> None:
         """Accept the module's weights as they are, because they come with the snapshot of a rollback."""
-        self._version, self._known, self._known_buffers, self._counts_more = None, {}, {}, False
+        self._version, self._known, self._known_buffers, self._statistics_are_ahead = None, {}, {}, False
         self.clear()
 
     def note_current(self) -> None:
@@ -174,34 +178,35 @@ class LocalLayers:
         return name in self.parameters and not self.trains(name)
 
     def check_buffers(self) -> None:
-        """Refuse buffers that user code changed, because each trainer would have its own."""
+        """Refuse buffers that user code changed, because the trainers' buffers would differ."""
         known, own = self._known_buffers, self._buffers()
         # By value, because writes through `.data` leave no other trace.
         changed = [name for name, buffer in own.items() if name in known and not same(buffer, known[name])]
         if changed:
             raise ConfigError(
-                "outside of blocks, only the forwards of batch norms in `training_step` may change buffers, for each "
-                f"trainer would have others: got {quote_names(changed)}. On one device, `Trainer(strategy='swarm', "
-                "devices=1)` without further arguments trains such a model as plain Lightning does."
+                "outside of blocks, only the forwards of batch norms in `training_step` may change buffers; otherwise "
+                f"the trainers' buffers would differ. Changed: {quote_names(changed)}. On one device, "
+                "`Trainer(strategy='swarm', devices=1)` without further arguments trains such a model as plain "
+                "Lightning does."
             )
 
     def _buffers(self) -> dict[str, Tensor]:
         own = self.parameters
         return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in own}
 
-    def accept(self, written: Mapping[str, Tensor]) -> None:
+    def note_stage_has(self, written: Mapping[str, Tensor]) -> None:
         """Record that the stage has the written values."""
         self._known.update((name, tensor) for name, tensor in written.items() if name in self._known)
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
-        """Bring the module's own parameters to a version or a later one; if `exactly`, to this version alone."""
-        if not self.is_held() and self.until_held is not None:
-            self.until_held()
-        elif not self.is_held():
+        """Update the module's own parameters to a version or a later one; if `exactly`, to this version only."""
+        if not self.is_in_roster() and self.wait_until_in_roster is not None:
+            self.wait_until_in_roster()
+        elif not self.is_in_roster():
             raise LeftOut(
                 "this trainer was not heard of for `Limits.silence_timeout`, and the run goes on without its server. "
-                "What stands around the pipeline is trained on the trainers, and this one's copy is an old one, so it "
-                "ends here; other trainers go on. Raise `Limits.silence_timeout`, or have the whole module in "
+                "The layers around the pipeline are trained on the trainers, and this trainer's copy is out of date, "
+                "so it ends here; other trainers go on. Raise `Limits.silence_timeout`, or have the whole module in "
                 "`pipeline`, if peers fall silent for longer."
             )
         self.check_buffers()
@@ -226,11 +231,11 @@ class LocalLayers:
             for name, buffer in own.items():
                 buffer.copy_(weights[name])
         self._known_buffers.update((name, weights[name]) for name in own)
-        self._counts_more = False
+        self._statistics_are_ahead = False
 
     def drop_uncounted(self, version: int) -> None:
         """Reset the running statistics to those of the last record, without the batches of an unfinished step."""
-        if not self._counts_more:
+        if not self._statistics_are_ahead:
             return
         self.runtime.run(self.stage.wait_for_version(version))
         _, weights = self.runtime.run(self.stage.copied_weights(self.module.spec.index, None))
@@ -240,8 +245,8 @@ class LocalLayers:
 def written_in_mid_step(names: Collection[str]) -> str:
     """Return the error text for weights that were written in the middle of a step."""
     return (
-        "weights of blocks, and weights that train, may be written between two steps only: all gradients of a step are "
-        f"computed with the same weights. {quote_names(names)} were written in the middle of one. Write them in "
+        "weights of blocks, and weights that train, may be written only between two steps: all gradients of a step are "
+        f"computed with the same weights. {quote_names(names)} were written in the middle of a step. Write them in "
         "`on_train_batch_end` or `on_train_batch_start`, at the end of an accumulation window. A layer whose forward "
         "writes its weights, as `nn.Embedding(max_norm=...)` does, needs that, too: leave `max_norm` out, and "
         "renormalise there."

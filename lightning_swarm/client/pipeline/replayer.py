@@ -1,4 +1,4 @@
-"""Answers servers that close a step: replays microbatches for them, and avoids servers that they exclude."""
+"""Answers a closing step's requests: replays microbatches for servers, and avoids servers that are excluded."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Replayer:
                     f"a replay must name holders in some of the {len(self._context.routers)} stages, got {work.holders}"
                 )
         # The lock is held for whole replays, so that a repeated request finds all done. Two replays of one microbatch
-        # at once would cancel each other's calls. Each replay has its deadline, and waits for nothing that asks for a
-        # replay.
+        # at once would cancel each other's calls. Each replay has its own deadline, and waits for nothing that requests
+        # a replay itself, so the lock cannot deadlock.
         async with self._lock:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, work, lost, unreached) for work in request.work]

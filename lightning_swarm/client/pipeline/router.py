@@ -32,7 +32,7 @@ class PeerLoad:
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # measured samples/s
     waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
     shapes: set[int] = field(default_factory=set)  # hashes of the shapes that it has computed
-    place: float = 0.0  # its place in its `PeerOrder`
+    key: float = 0.0  # its key in its `PeerOrder`
     again_s: float = 0.0  # router's clock at which an idle peer is tried again; see `StageRouter`
 
     @property
@@ -55,41 +55,41 @@ class PeerCharge:
 
 
 class PeerOrder:
-    """Peers sorted by their places, the smallest first. Several may share a place."""
+    """Peers sorted by their keys, the smallest first. Several may share a key."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[float, PeerId]] = []
+        self._sorted: list[tuple[float, PeerId]] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._sorted)
 
     @property
     def first(self) -> tuple[float, PeerId] | None:
-        """The smallest place and its peer; None if there is no peer."""
-        return self._places[0] if self._places else None
+        """The smallest key and its peer; None if there is no peer."""
+        return self._sorted[0] if self._sorted else None
 
-    def sort(self, places: Iterable[tuple[float, PeerId]]) -> None:
-        """Replace all places."""
-        self._places = sorted(places)
+    def sort(self, keys: Iterable[tuple[float, PeerId]]) -> None:
+        """Replace all keys."""
+        self._sorted = sorted(keys)
 
-    def put(self, place: float, peer: PeerId) -> None:
-        """Add a peer without a place."""
-        insort(self._places, (place, peer))
+    def put(self, key: float, peer: PeerId) -> None:
+        """Add a peer."""
+        insort(self._sorted, (key, peer))
 
-    def remove(self, place: float, peer: PeerId) -> None:
-        """Remove a peer from its place."""
-        del self._places[bisect_left(self._places, (place, peer))]
+    def remove(self, key: float, peer: PeerId) -> None:
+        """Remove a peer with its key."""
+        del self._sorted[bisect_left(self._sorted, (key, peer))]
 
     def draw(self, rng: random.Random, avoid: frozenset[PeerId]) -> PeerId | None:
-        """Draw one of the peers outside of `avoid` with the smallest place; None if there is none."""
-        smallest = next((place for place, peer in self._places if peer not in avoid), None)
+        """Draw one of the peers outside of `avoid` with the smallest key; None if there is none."""
+        smallest = next((key for key, peer in self._sorted if peer not in avoid), None)
         if smallest is None:
             return None
-        end = bisect_left(self._places, (math.nextafter(smallest, math.inf),))
-        found: Sequence[int] = range(bisect_left(self._places, (smallest,)), end)
+        end = bisect_left(self._sorted, (math.nextafter(smallest, math.inf),))
+        found: Sequence[int] = range(bisect_left(self._sorted, (smallest,)), end)
         if avoid:
-            found = [index for index in found if self._places[index][1] not in avoid]
-        return self._places[rng.choice(found)][1]
+            found = [index for index in found if self._sorted[index][1] not in avoid]
+        return self._sorted[rng.choice(found)][1]
 
 
 FIRST_EJECTION_S = 5.0
@@ -132,10 +132,10 @@ class StageRouter:
         self._rng = rng
         self._roster = 0
         # Each peer is in one of these three; measured peers are in `_retries`, too.
-        self._measured = PeerOrder()  # place: seconds until it would finish a microbatch
-        self._unmeasured = PeerOrder()  # place: forwards under way
-        self._ejected = PeerOrder()  # place: seconds of its remaining work
-        self._retries = PeerOrder()  # place: time on the clock `_given_s` at which they are tried again
+        self._measured = PeerOrder()  # key: seconds until it would finish a microbatch
+        self._unmeasured = PeerOrder()  # key: forwards under way
+        self._ejected = PeerOrder()  # key: seconds of its remaining work
+        self._retries = PeerOrder()  # key: time on the clock `_given_s` at which they are tried again
         self._given_s = 0.0  # mean seconds assigned to a peer: a clock that stops while nothing is trained
         self._ejections: list[tuple[float, PeerId]] = []  # heap of (end, peer); may have ejections that were ended
         self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
@@ -324,27 +324,27 @@ class StageRouter:
         """Take a peer out of its order, because its account changes; `_put_back` must follow."""
         load = self.peers[peer]
         order = self._order(load)
-        order.remove(load.place, peer)
+        order.remove(load.key, peer)
         if order is self._measured:
             self._retries.remove(_retry_s(load), peer)
         return load
 
     def _put_back(self, peer: PeerId, load: PeerLoad) -> None:
-        order, load.place = self._order(load), self._place(load)
-        order.put(load.place, peer)
+        order, load.key = self._order(load), self._key_of(load)
+        order.put(load.key, peer)
         if order is self._measured:
             self._retries.put(_retry_s(load), peer)
 
     def _sort(self) -> None:
         for load in self.peers.values():
-            load.place = self._place(load)
+            load.key = self._key_of(load)
         for order in (self._measured, self._unmeasured, self._ejected):
-            order.sort((load.place, peer) for peer, load in self.peers.items() if self._order(load) is order)
+            order.sort((load.key, peer) for peer, load in self.peers.items() if self._order(load) is order)
         self._retries.sort(
             (_retry_s(load), peer) for peer, load in self.peers.items() if self._order(load) is self._measured
         )
 
-    def _place(self, load: PeerLoad) -> float:
+    def _key_of(self, load: PeerLoad) -> float:
         order = self._order(load)
         if order is not self._measured:
             return float(load.num_forwards) if order is self._unmeasured else load.left_s

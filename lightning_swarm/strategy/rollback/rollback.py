@@ -102,8 +102,8 @@ class Rollback:
         self._position_at = session.run.position_at
         self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
         if session.is_lead:
-            session.go_back_if(partial(self._can_go_back, trainer, peer))
-            session.resumes_at(lambda: states.versions)
+            session.set_can_go_back(partial(self._can_go_back, trainer, peer))
+            session.set_resumable_versions(lambda: states.versions)
 
         def arrive() -> None:
             """Restore the loop's state when the data are at the target's position."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.client.run_generation import NextGrant
+from lightning_swarm.client.run_generation import PiggybackedRequests
 from lightning_swarm.core.errors import WentBack
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.batches import ReportReply
@@ -26,7 +26,9 @@ def assert_is_new(swarm: Swarm) -> None:
     generation = swarm.steps.generation
     assert (generation.number, generation.open_step, swarm.steps.version) == (1, 0, 0)
     assert generation.journal.report() == ReportReply(begun=False, leases=[], closed=[])
-    assert (generation.reserved, generation.newest, generation.step_ended, generation.imminent) == (None,) * 4
+    assert (generation.reserved, generation.newest_waited, generation.step_ended, generation.imminent_step) == (
+        None,
+    ) * 4
     assert (generation.records, generation.lost, generation.hyperparameters) == ([], [], {})
 
 
@@ -34,7 +36,7 @@ async def finish_a_batch(swarm: Swarm) -> None:
     grant = await swarm.steps.grant(2)
     k = key(grant.first)
     await swarm.through(k, rows(1), weight=grant.weight)
-    await swarm.steps.done(grant.lease, [k.receipt], close=True, ahead=NextGrant(num_samples=2))
+    await swarm.steps.done(grant.lease, [k.receipt], close=True, ahead=PiggybackedRequests(num_samples=2))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.membership.test_invitations import step_on
 from tests.unit.coordinator.test_rollback import go_back, step
 from tests.unit.swarm import LEAD as TRAINER
-from tests.unit.swarm import PATIENCE, Swarm, rows
+from tests.unit.swarm import TIMEOUTS, Swarm, rows
 
 A, B, C, D, K = map(PeerId, "abcdk")
 ONLY = "in an audited run only keepers vote, coordinate and lead"
@@ -100,7 +100,7 @@ def test_without_another_keeper_the_run_ends_and_says_so(make_swarm: MakeSwarm) 
     for server in swarm.servers.values():
         assert server.membership.run.coordinator == A
         assert server.voter.term[1] == A, "nobody stood for election"
-    assert swarm.loop.time() > PATIENCE.successor_s
+    assert swarm.loop.time() > TIMEOUTS.successor_s
 
 
 def test_a_lead_that_lacks_a_majority_of_keepers_says_so(make_swarm: MakeSwarm) -> None:

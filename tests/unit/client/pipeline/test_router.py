@@ -342,11 +342,11 @@ def test_whatever_becomes_of_microbatches_nothing_stays_on_the_accounts() -> Non
 def test_a_refund_is_as_if_it_had_not_been_chosen() -> None:
     made = measured({A: 64.0, B: 32.0})
     made.refund(made.choose(4, now_s=0.0))
-    before = {peer: (load.left_s, load.num_microbatches, load.place) for peer, load in made.peers.items()}
+    before = {peer: (load.left_s, load.num_microbatches, load.key) for peer, load in made.peers.items()}
     charge = made.choose(4, now_s=0.0)
     for _ in range(2):
         made.refund(charge)
-    after = {peer: (load.left_s, load.num_microbatches, load.place) for peer, load in made.peers.items()}
+    after = {peer: (load.left_s, load.num_microbatches, load.key) for peer, load in made.peers.items()}
     assert after == before
 
 

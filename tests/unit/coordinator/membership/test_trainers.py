@@ -66,7 +66,7 @@ class Run:
         return StepClient(
             transport,
             RunState.from_view(view, view.version),
-            patience=coordinator_client.CoordinatorTimeouts(answer_s=30.0, successor_s=600.0),
+            timeouts=coordinator_client.CoordinatorTimeouts(answer_s=30.0, successor_s=600.0),
             on_record=note,
             events=EventLog(),
             first_serial=1000 + self._seed,
