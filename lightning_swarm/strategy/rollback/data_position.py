@@ -31,14 +31,14 @@ _READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # it lets `training_step(se
 class BatchPosition:
     """A position in an epoch, after one of its batches."""
 
-    made: RandomState  # when the epoch's iterator was made
-    first: RandomState  # before the epoch's first batch was read
-    now: RandomState  # before the next batch is read
+    at_iterator: RandomState  # when the epoch's iterator was made
+    at_first_batch: RandomState  # before the epoch's first batch was read
+    at_next_batch: RandomState  # before the next batch is read
     num_batches: int | None  # batches read from the iterator; None if the loaders keep their position themselves
 
 
 class DataPosition:
-    """Follows the training loop's position in its data until `close`, and first returns it to a given position."""
+    """Follows the training loop's position in its data until `close`, after returning it to any given position."""
 
     def __init__(
         self,
@@ -47,17 +47,22 @@ class DataPosition:
         on_batch: Callable[[DataPosition], None],
         on_arrival: Callable[[], None],
         *,
-        take_made: Callable[[], RandomState | None],
+        take_early_state: Callable[[], RandomState | None],
     ) -> None:
         self._loop = trainer.fit_loop.epoch_loop
         self._resume_at = resume_at  # position to resume at in the first epoch; None for Lightning's own
         self._on_batch = on_batch  # called between two batches, the next one not read yet, and before the first batch
         self._on_arrival = on_arrival  # called before the first batch that is not skipped
-        self._take_made = take_made  # returns the random state of the epoch's iterator, if made before the loop
-        self._is_first = True  # the current epoch is the first that this object sees
+        # Returns the random state in which Lightning made the epoch's iterator, if it did so before the loop began.
+        self._take_early_state = take_early_state
+        self._in_first_epoch = True  # the current epoch is the first that this object sees
         self._generators: Sequence[torch.Generator] = ()  # generators of the loop's loaders
-        self._made = self._first = random_state()
-        self._num_before = 0  # batches of the epoch that were read before this iterator was made
+        self._at_iterator = self._at_first_batch = random_state()
+        # Batches of the epoch that were read before this iterator was made. Example: a checkpoint that was saved after
+        # 5 batches is loaded, so Lightning makes an iterator that begins anew, and this number is 5. When 8 batches are
+        # ready, the position is `num_batches` = 8 - 5 = 3. To return there from 8 ready batches, 3 batches of a new
+        # iterator are skipped, this number is 8 - 3 = 5 again, and the fetcher has fetched 3 + 5 = 8 batches.
+        self._num_before = 0
         self._overrides = (
             Override(self._loop, "on_run_start", self._epoch_begins),
             Override(self._loop, "on_advance_end", self._batch_ended),
@@ -71,13 +76,17 @@ class DataPosition:
             override.remove()
 
     @property
-    def here(self) -> BatchPosition:
+    def position(self) -> BatchPosition:
         """Return the position between two batches."""
         # Loaders with an entry in the loop's state save their own position.
         loaders_know = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
         num_batches = None if loaders_know else self._loop.batch_progress.current.ready - self._num_before
-        now = random_state(() if loaders_know else self._generators)
-        return BatchPosition(made=self._made, first=self._first, now=now, num_batches=num_batches)
+        return BatchPosition(
+            at_iterator=self._at_iterator,
+            at_first_batch=self._at_first_batch,
+            at_next_batch=random_state(() if loaders_know else self._generators),
+            num_batches=num_batches,
+        )
 
     def _quietly_reset(self) -> None:
         """Reset the loop without Lightning's warning, if the position is about to be restored."""
@@ -90,46 +99,46 @@ class DataPosition:
         combined = self._loop.trainer.fit_loop._combined_loader
         assert combined is not None
         self._generators = generators_of(combined.flattened)
-        first_made = self._take_made()
+        state_before_loop = self._take_early_state()
         if position is not None:
-            self._is_first = False
+            self._in_first_epoch = False
             self._return_to(position, data_fetcher)
             return
-        iterator, made = data_fetcher.iterator, random_state(self._generators)
+        iterator, state = data_fetcher.iterator, random_state(self._generators)
         self._begin(data_fetcher)
         # An iterator that Lightning made before the loop began has the random state of that time.
         is_older = data_fetcher.iterator is iterator
-        self._made = (first_made or made) if is_older else made
-        self._first = random_state(self._generators)
+        self._at_iterator = (state_before_loop or state) if is_older else state
+        self._at_first_batch = random_state(self._generators)
         self._num_before = self._loop.batch_progress.current.ready
-        if self._is_first:
+        if self._in_first_epoch:
             self._on_batch(self)
-        self._is_first = False
+        self._in_first_epoch = False
 
     def _return_to(self, position: BatchPosition, data_fetcher: Any) -> None:
         """Begin the epoch again, and skip its batches before a position."""
-        self._made, self._first = position.made, position.first
+        self._at_iterator, self._at_first_batch = position.at_iterator, position.at_first_batch
         num_ready = self._loop.batch_progress.current.ready
         self._num_before = num_ready - (position.num_batches or 0)
         if position.num_batches is None or type(data_fetcher).__name__ == _READS_ITSELF:
             self._begin(data_fetcher)
         else:
             # A loader's batches follow from the random state that it begins with, so read them again and skip them.
-            set_random_state(position.made, self._generators)
+            set_random_state(position.at_iterator, self._generators)
             iter(data_fetcher)
-            set_random_state(position.first, self._generators)
+            set_random_state(position.at_first_batch, self._generators)
             for _ in range(position.num_batches):
                 next(data_fetcher)
             fetched, done = data_fetcher.fetched, data_fetcher.done
             self._begin(data_fetcher)
-            # Lightning assumes that the loader began anew, and adds the skipped batches to `fetched`.
+            # `_begin` added all ready batches to `fetched`, which has the skipped ones already.
             data_fetcher.fetched = fetched + self._num_before
             data_fetcher.done = done or data_fetcher.fetched == data_fetcher.length
         # The loop is at its exact position, so Lightning must not adjust it as after loading a file.
         self._loop.restarting = False
         self._loop.trainer.fit_loop._restarting = False
         self._on_arrival()
-        set_random_state(position.now, () if position.num_batches is None else self._generators)
+        set_random_state(position.at_next_batch, () if position.num_batches is None else self._generators)
 
     def _batch_ended(self, data_fetcher: Any) -> None:
         self._end_batch(data_fetcher)
@@ -141,8 +150,8 @@ def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
     loop = checkpoint["loops"]["fit_loop"]
     if "combined_loader" in loop["state_dict"]:
         _log.warning(
-            "A DataLoader that keeps its own place was read %d batches further than the weights that are saved: a run "
-            "that resumes from this checkpoint skips these batches. Save where an epoch ends.",
+            "A DataLoader that keeps its own position was read %d batches further than the weights that are saved: a "
+            "run that resumes from this checkpoint skips these batches. Save where an epoch ends.",
             number,
         )
         return

@@ -76,7 +76,7 @@ class LoopRecorder:
         self.states.prune(self._versions)
         version, completed = self._session.version, self._session.completed_places
         if self._may_have_snapshot(version, completed):
-            self.states.save(version, completed, position.here, self._loop.logs.pending)
+            self.states.save(version, completed, position.position, self._loop.logs.pending)
             self._replicate()
 
     # ------------------------------------------------------------------ snapshots
@@ -160,9 +160,9 @@ def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_ou
     travelling = TravellingLoop(
         checkpoint=own,
         parameter_names=list(state.parameter_names),
-        made=state.position.made,
-        first=state.position.first,
-        now=state.position.now,
+        made=state.position.at_iterator,
+        first=state.position.at_first_batch,
+        now=state.position.at_next_batch,
         num_batches=state.position.num_batches,
         metrics=parts(state.metrics, "what was gathered by metric"),
         attributes={name: dict(values) for name, values in state.attributes.items()},
@@ -188,7 +188,10 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
         gaps=[leaf for _, leaf in leaves(travelled.checkpoint) if isinstance(leaf, Awaited)],
         parameter_names=travelled.parameter_names,
         position=BatchPosition(
-            made=travelled.made, first=travelled.first, now=travelled.now, num_batches=travelled.num_batches
+            at_iterator=travelled.made,
+            at_first_batch=travelled.first,
+            at_next_batch=travelled.now,
+            num_batches=travelled.num_batches,
         ),
         metrics=travelled.metrics,
         attributes=travelled.attributes,

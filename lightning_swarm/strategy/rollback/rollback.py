@@ -119,7 +119,7 @@ class Rollback:
 
         resume_at = None if not self.is_resuming or self._target is None else self._target.resume_point.state.position
         self._position = DataPosition(
-            trainer, resume_at, recorder.between_batches, arrive, take_made=self._take_random_after_loaders
+            trainer, resume_at, recorder.between_batches, arrive, take_early_state=self._take_random_after_loaders
         )
 
     def discard_snapshots(self) -> None:
