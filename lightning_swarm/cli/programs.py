@@ -82,7 +82,7 @@ Classes are named by their import path from the current folder, like my_project.
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
     """Choose the import tree whose Trainer can run a command line. `commands`: the Trainer commands it may name."""
-    from lightning_swarm.strategy.framework import LIGHTNING, framework_of_class, mixed_import
+    from lightning_swarm.strategy.framework import LIGHTNING, mixed_import, tree_of_class
 
     named: dict[str, Any] = {}
     for argument, following in zip_longest(arguments, arguments[1:]):
@@ -94,7 +94,7 @@ def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> Impor
             if option in (f"--{name}", f"--{name}.class_path", f"--{name}.help"):
                 named[name] = value
     found = {name: _imported(named.get(name)) for name in _CLASSES}
-    trees = {name: framework_of_class(kind) for name, kind in found.items()}
+    trees = {name: tree_of_class(kind) for name, kind in found.items()}
     model, data = trees[_MODEL], trees[_DATA]
     if model is not None and data is not None and data is not model:
         raise mixed_import("LightningDataModule", found[_DATA], model)

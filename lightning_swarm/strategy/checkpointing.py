@@ -28,7 +28,7 @@ from lightning_swarm.model.fidelity.unsaved_buffers import restore_buffers, unsa
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.extra_trainers import RankHooks
-from lightning_swarm.strategy.framework import FRAMEWORKS, OWN_PACKAGES, callbacks_named
+from lightning_swarm.strategy.framework import IMPORT_TREES, OWN_PACKAGES, callbacks_named
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
 from lightning_swarm.strategy.rollback.loop_state import UNSAVED
 from lightning_swarm.strategy.rollback.rollback import Rollback
@@ -175,7 +175,7 @@ def _has_computed_tensors(module: nn.Module, state: Mapping[str, Any], names: Ma
 def _may_read_file(logger: object) -> bool:
     """Return whether a logger may read a file once it is saved."""
     # The methods of these two classes of loggers do nothing; a subclass may have a method of its own.
-    modules = [import_module(f"{framework.name}.loggers") for framework in FRAMEWORKS]
+    modules = [import_module(f"{framework.name}.loggers") for framework in IMPORT_TREES]
     known = [getattr(module, name) for module in modules for name in ("Logger", "TensorBoardLogger")]
     return getattr(type(logger), "after_save_checkpoint", None) not in [base.after_save_checkpoint for base in known]
 

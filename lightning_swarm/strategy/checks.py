@@ -26,7 +26,7 @@ from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, framework_of, mixed_import
+from lightning_swarm.strategy.framework import ImportTree, callbacks_named, callbacks_of, mixed_import, tree_of
 
 # Callbacks that read or write the weights of the trainer's own module, which live on the servers during a run.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
@@ -95,14 +95,14 @@ def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
 
 def check_data_module(trainer: Trainer, datamodule: LightningDataModule) -> None:
     """Refuse a data module of the other import tree, which Lightning would take for a DataLoader."""
-    wanted = framework_of(trainer)
+    wanted = tree_of(trainer)
     if not isinstance(datamodule, wanted.data_module):
         raise mixed_import("LightningDataModule", type(datamodule), wanted)
 
 
 def check_callback_imports(trainer: Trainer) -> None:
     """Refuse callbacks of the other import tree."""
-    wanted = framework_of(trainer)
+    wanted = tree_of(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
         if not isinstance(callback, wanted.callbacks.Callback):
             raise mixed_import("Callback", type(callback), wanted)
@@ -149,7 +149,7 @@ def check_interactive(num_devices: int, framework: ImportTree) -> None:
 def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mapping[str, object]) -> None:
     """Refuse to start a run without data. Lightning would refuse, too, but only when all peers are up."""
     assert trainer.state.fn is not None
-    function, framework = trainer.state.fn.value, framework_of(trainer)
+    function, framework = trainer.state.fn.value, tree_of(trainer)
     hook = _LOADERS[function]
     loaders = call_arguments.get("train_dataloaders", call_arguments.get("dataloaders"))
     data = next((source for source in (loaders, call_arguments.get("datamodule")) if source is not None), module)
@@ -165,7 +165,7 @@ def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mappin
 
 
 def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    is_overridden = framework_of(trainer).is_overridden
+    is_overridden = tree_of(trainer).is_overridden
     if not module.automatic_optimization:
         raise ConfigError(
             "`automatic_optimization` must be True: the swarm steps the optimizer on its servers; got False. "

@@ -30,7 +30,7 @@ from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.collectives import asks_as_user, decode_shared, encode_shared, refuse_collective
 from lightning_swarm.strategy.data.loader import divides_itself, is_reading, part_of
 from lightning_swarm.strategy.data.shared import SharedData
-from lightning_swarm.strategy.framework import ImportTree, callbacks_named, framework_of
+from lightning_swarm.strategy.framework import ImportTree, callbacks_named, tree_of
 from lightning_swarm.strategy.run import SwarmRun
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
@@ -381,15 +381,15 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
     elif divides_itself(dataloader.sampler):
         return dataloader
     elif parts:
-        framework = framework_of(trainer)
-        sampler = framework.distributed_sampler(
+        framework = tree_of(trainer)
+        sampler = framework.make_sampler(
             dataloader,
             framework.is_shuffled(dataloader),
             trainer.overfit_batches,  # type: ignore[attr-defined]  # Lightning sets it in its connector
             num_replicas=num_trainers,
             rank=rank,
         )
-        return framework.with_sampler(dataloader, sampler)
+        return framework.make_loader(dataloader, sampler)
     elif isinstance(dataloader.sampler, SequentialSampler):
         remedy = "Shuffle" if joins else "Leave `use_distributed_sampler` out, or shuffle"
     else:

@@ -40,10 +40,8 @@ class ImportTree:
         self.is_overridden: Callable[..., bool] = of("utilities.model_helpers", "is_overridden")
         self.to_uncompiled: Callable[[Any], Any] = of("utilities.compile", "to_uncompiled")
         self.is_shuffled: Callable[[Any], bool] = of("utilities.data", "_is_dataloader_shuffled")
-        self.distributed_sampler: Callable[..., Any] = of(
-            "trainer.connectors.data_connector", "_get_distributed_sampler"
-        )
-        self.with_sampler: Callable[..., Any] = of("utilities.data", "_update_dataloader")
+        self.make_sampler: Callable[..., Any] = of("trainer.connectors.data_connector", "_get_distributed_sampler")
+        self.make_loader: Callable[..., Any] = of("utilities.data", "_update_dataloader")
         estimate = vars(self.trainer)["estimated_stepping_batches"]
         if not isinstance(estimate, EstimatedSteps):
             self.trainer.estimated_stepping_batches = EstimatedSteps(estimate.fget, doc=estimate.__doc__)
@@ -56,9 +54,9 @@ class ImportTree:
     @property
     def other(self) -> ImportTree:
         """Return the other tree, or this one if no script has imported the other."""
-        return next((tree for tree in FRAMEWORKS if tree is not self), self)
+        return next((tree for tree in IMPORT_TREES if tree is not self), self)
 
-    def take_messages(self) -> None:
+    def use_own_logger(self) -> None:
         """Make both trees log and warn under this tree's name, for which a script may have set levels and filters."""
         # By default both use the name of the tree that was imported last.
         own = import_module(f"{self.name}.utilities.rank_zero")
@@ -75,7 +73,7 @@ class ImportTree:
 
 LIGHTNING: Final = ImportTree("lightning.pytorch", strategies="lightning_swarm")
 PYTORCH_LIGHTNING: ImportTree  # made at its first use
-FRAMEWORKS: Final = [LIGHTNING]  # trees that a script may have imported
+IMPORT_TREES: Final = [LIGHTNING]  # trees that a script may have imported
 
 
 def __getattr__(name: str) -> ImportTree:
@@ -83,10 +81,10 @@ def __getattr__(name: str) -> ImportTree:
     if name != "PYTORCH_LIGHTNING":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     tree = globals()[name] = ImportTree("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
-    FRAMEWORKS.append(tree)
+    IMPORT_TREES.append(tree)
     explain_mixed_imports()
     # The tree that was imported first is presumably the script's own.
-    min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
+    min(IMPORT_TREES, key=lambda tree: list(sys.modules).index(tree.name)).use_own_logger()
     return tree
 
 
@@ -102,33 +100,33 @@ def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigEr
 def explain_mixed_imports() -> None:
     """Replace the message of Lightning's error for a LightningModule of the other tree by a clearer one."""
     # Lightning detects mixed imports before it calls the strategy, but names only the user's class: "got `Net`".
-    for framework in FRAMEWORKS:
+    for tree in IMPORT_TREES:
         for name in ("utilities.compile", "utilities.model_helpers"):
-            module = import_module(f"{framework.name}.{name}")
-            module._check_mixed_imports = partial(_check_mixed_imports, framework)  # type: ignore[attr-defined]
+            module = import_module(f"{tree.name}.{name}")
+            module._check_mixed_imports = partial(_check_mixed_imports, tree)  # type: ignore[attr-defined]
 
 
-def _check_mixed_imports(framework: ImportTree, instance: object) -> None:
-    other = framework.other
+def _check_mixed_imports(tree: ImportTree, instance: object) -> None:
+    other = tree.other
     for kind in (other.module, other.data_module, other.callbacks.Callback):
         if isinstance(instance, kind):
-            raise TypeError(str(mixed_import(kind.__name__, type(instance), framework)))
+            raise TypeError(str(mixed_import(kind.__name__, type(instance), tree)))
 
 
-def framework_of(trainer: Any) -> ImportTree:
+def tree_of(trainer: Any) -> ImportTree:
     """Return a Trainer's import tree."""
-    return next(framework for framework in FRAMEWORKS if isinstance(trainer, framework.trainer))
+    return next(tree for tree in IMPORT_TREES if isinstance(trainer, tree.trainer))
 
 
-def framework_of_class(found: object) -> ImportTree | None:
+def tree_of_class(found: object) -> ImportTree | None:
     """Return the tree of a LightningModule's, data module's or strategy's class; None for any other class."""
     bases = set(found.__mro__) if isinstance(found, type) else set()  # `issubclass` matches strategies of both trees
-    return next((tree for tree in FRAMEWORKS if bases & {tree.module, tree.data_module, tree.strategy}), None)
+    return next((tree for tree in IMPORT_TREES if bases & {tree.module, tree.data_module, tree.strategy}), None)
 
 
 def callbacks_named(*names: str) -> tuple[type[Any], ...]:
     """Return Lightning's callback classes of these names, from each imported tree whose version has them."""
-    modules = [framework.callbacks for framework in FRAMEWORKS]
+    modules = [tree.callbacks for tree in IMPORT_TREES]
     return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))
 
 

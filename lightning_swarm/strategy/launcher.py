@@ -34,7 +34,7 @@ from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module, check_plain
 from lightning_swarm.strategy.extra_trainers import MachineLauncher
-from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
+from lightning_swarm.strategy.framework import IMPORT_TREES, tree_of
 from lightning_swarm.strategy.model_setup import computes_alone
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class SwarmLauncher(MachineLauncher):
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
-        kinds = tuple(framework.data_module for framework in FRAMEWORKS)
+        kinds = tuple(framework.data_module for framework in IMPORT_TREES)
         datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
         if self._strategy.config.only_serves:  # `_end_with` returns only if this server must become the lead
             return call.run_as_lead(self._end_with(lambda: self._serve(call, datamodule)))
@@ -229,7 +229,7 @@ class SwarmLauncher(MachineLauncher):
             try:
                 return call.run_beside()
             except BaseException as error:  # `_end_with` ends the process before Lightning could handle the error
-                framework_of(call.trainer).call._interrupt(call.trainer, error)
+                tree_of(call.trainer).call._interrupt(call.trainer, error)
                 call.trainer._teardown()
                 raise
 

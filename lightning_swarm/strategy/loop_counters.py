@@ -21,7 +21,7 @@ from lightning_swarm.core.override import Override, changed
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.protocol.messages.scaling import LossScaling
 from lightning_swarm.strategy.data.shared import SharedData
-from lightning_swarm.strategy.framework import framework_of
+from lightning_swarm.strategy.framework import tree_of
 
 _NUM_APPLIED: Final = "_growth_tracker"  # key in the state of a `GradScaler`
 
@@ -198,7 +198,7 @@ class LoopCounters:
 
     def num_samples(self, batch: Any) -> int:
         """Return the samples of a batch. If a step is a window, they do not weight gradients, and are 1 if unknown."""
-        framework = framework_of(self._trainer)
+        framework = tree_of(self._trainer)
         try:
             with warnings.catch_warnings():
                 if self.by_windows:

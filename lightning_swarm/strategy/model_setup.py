@@ -25,14 +25,14 @@ from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.data.on_peers import call_with_data_if_needed
 from lightning_swarm.strategy.extra_trainers import RankHooks
-from lightning_swarm.strategy.framework import ImportTree, framework_of
+from lightning_swarm.strategy.framework import ImportTree, tree_of
 
 _log = logging.getLogger(__name__)
 
 
 def check(strategy: RankHooks, trainer: Trainer, *, restored: bool) -> None:
     """Refuse a model that cannot be cut, as far as this is known before the model is configured."""
-    module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
+    module, is_overridden = trainer.lightning_module, tree_of(trainer).is_overridden
     config, num_stages = strategy.config, strategy.config.num_stages or strategy.num_devices
     if is_overridden("setup", module) or is_overridden("configure_model", module):
         return
@@ -162,7 +162,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
         trainer._data_connector.attach_datamodule(module, datamodule)
     strategy: RankHooks = trainer.strategy  # type: ignore[assignment]
     strategy.setup_environment()
-    call = framework_of(trainer).call
+    call = tree_of(trainer).call
 
     def build() -> None:
         call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)

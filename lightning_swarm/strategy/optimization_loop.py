@@ -25,7 +25,7 @@ from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.run import StepChange
 from lightning_swarm.strategy import checks, stopping
 from lightning_swarm.strategy.data.shared import SharedData
-from lightning_swarm.strategy.framework import framework_of
+from lightning_swarm.strategy.framework import tree_of
 from lightning_swarm.strategy.loop_counters import (
     CompletedBatches,
     LoopBatch,
@@ -64,7 +64,7 @@ class SwarmOptimization:
         self.trainer = trainer
         self._data = data
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._framework = framework_of(trainer)
+        self._framework = tree_of(trainer)
         self._session = session
         self._access = access
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)

@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.core.override import Override
-from lightning_swarm.strategy.framework import OWN_PACKAGES, framework_of
+from lightning_swarm.strategy.framework import OWN_PACKAGES, tree_of
 from lightning_swarm.strategy.reachable_values import (
     attributes_of,
     callable_stamps,
@@ -53,7 +53,7 @@ class OwnValues:
         self._first: Mapping[str, Any] | None = None  # stamps at the first look with several trainers
         self._num_looks = 0  # batches that began with several trainers
         self._warned, self._warned_of_validation = False, False
-        framework = framework_of(trainer)
+        framework = tree_of(trainer)
         # Attributes that Lightning itself sets on each module and data module.
         self._bare_module = frozenset(vars(framework.module()))
         self._bare_data = frozenset(vars(framework.data_module()))

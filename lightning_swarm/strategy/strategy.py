@@ -184,7 +184,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
         rebalance_interval: float | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
-        self.framework.take_messages()
+        self.framework.use_own_logger()
         of_trust = {"audit_share": audit_share, "on_conviction": on_conviction, "robust_averaging": robust_averaging}
         trusted = Trust.parse(trust, **of_trust)
         moves = Rebalancing.parse(rebalancing, interval=rebalance_interval)

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.rebase import written_once, written_part
-from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
+from lightning_swarm.strategy.framework import IMPORT_TREES, tree_of
 
 if TYPE_CHECKING:
     _Callback = Callback
@@ -170,7 +170,7 @@ def add_default_monitor(trainer: Trainer) -> None:
     own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
     if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in own.callbacks):
         return
-    monitor = import_module(framework_of(trainer).strategies).SwarmMonitor()
+    monitor = import_module(tree_of(trainer).strategies).SwarmMonitor()
     # Scripts may rely on the rows and columns of a CSV file; other loggers show each value separately.
-    monitor.skips = tuple(framework.csv_logger for framework in FRAMEWORKS)
+    monitor.skips = tuple(framework.csv_logger for framework in IMPORT_TREES)
     own.callbacks[:] = own._callback_connector._reorder_callbacks([*own.callbacks, monitor])

@@ -23,7 +23,7 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.strategy.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, ImportTree
+from lightning_swarm.strategy.framework import IMPORT_TREES, LIGHTNING, PYTORCH_LIGHTNING, ImportTree
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
@@ -327,7 +327,7 @@ _IN_MEMORY: dict[ImportTree, Any] = {
 def _framework_of(module: Any) -> ImportTree:
     """Return the import tree of Lightning that the module comes from; the Trainer must come from the same one."""
     module = getattr(module, "_orig_mod", module)  # unwraps a compiled module
-    return next(framework for framework in FRAMEWORKS if isinstance(module, framework.module))
+    return next(framework for framework in IMPORT_TREES if isinstance(module, framework.module))
 
 
 def _run(

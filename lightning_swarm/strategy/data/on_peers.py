@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.strategy.extra_trainers import RankHooks
-from lightning_swarm.strategy.framework import framework_of
+from lightning_swarm.strategy.framework import tree_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -51,11 +51,11 @@ def _read(strategy: RankHooks, trainer: Trainer) -> None:
         trainer._data_connector.prepare_data()
         strategy.own_peer.lead.announce_event(strategy.launch_id, "prepare_data")
     if trainer.datamodule is not None:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        framework_of(trainer).call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
+        tree_of(trainer).call._call_lightning_datamodule_hook(trainer, "setup", stage=trainer.state.fn)
 
 
 def _has_data(trainer: Trainer) -> bool:
-    is_overridden = framework_of(trainer).is_overridden
+    is_overridden = tree_of(trainer).is_overridden
     return trainer.datamodule is not None or is_overridden("prepare_data", trainer.lightning_module)  # type: ignore[attr-defined]
 
 

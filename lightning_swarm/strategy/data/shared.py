@@ -35,7 +35,7 @@ from lightning_swarm.strategy.data.loader import (
     reading_data,
     take_random_numbers,
 )
-from lightning_swarm.strategy.framework import framework_of
+from lightning_swarm.strategy.framework import tree_of
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class SharedData:
         """Run the user's hooks that make data inside `reading_data`, until `close`."""
         module, data = self._trainer.lightning_module, self._trainer.datamodule  # type: ignore[attr-defined]
         hooks = [(data, "setup"), (data, "train_dataloader"), (module, "train_dataloader")]
-        is_overridden = framework_of(self._trainer).is_overridden
+        is_overridden = tree_of(self._trainer).is_overridden
         self._hooks = [
             Override(owner, name, partial(_read_by, getattr(owner, name)))
             for owner, name in hooks
@@ -160,7 +160,7 @@ class SharedData:
         batch = tree_unflatten([batch], combined._spec)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return framework_of(trainer).call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        return tree_of(trainer).call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _indices(self, number: BatchNumber) -> list[Any]:
         """Return a batch's indices, after listing its epoch."""
