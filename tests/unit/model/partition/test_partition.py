@@ -212,7 +212,11 @@ def test_configure_stages_may_name_its_blocks() -> None:
         (Loose(), "nothing", ["got 'nothing'", "Choose one of", "`ModuleList`s (layers)", "configure_stages"]),
         (nn.Linear(2, 2), "bias", ["got 'bias'", "neither a `Sequential` nor a `ModuleList`", "with `pipeline=...`"]),
         (Net(), "loss", ["'loss' is a MSELoss", "Choose one of its `Sequential`s and `ModuleList`s (net)"]),
-        (Staged(), "layers", ["a `ModuleList` has no forward", "got `pipeline='layers'` with `configure_stages` in Staged"]),
+        (
+            Staged(),
+            "layers",
+            ["a `ModuleList` has no forward", "got `pipeline='layers'` with `configure_stages` in Staged"],
+        ),
         (
             Residual(nn.Linear(2, 2)),
             None,
