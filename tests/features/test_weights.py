@@ -143,7 +143,7 @@ def test_masks_that_hooks_leave() -> None:
     "accumulation window",
 )
 def test_writing_in_mid_step() -> None:
-    with pytest.raises(ConfigError, match="between two steps only"):
+    with pytest.raises(ConfigError, match="only between two steps"):
         run_swarm(Trained, loader(digits()), callbacks=[Hook(clamp, "on_before_zero_grad")], max_steps=STEPS)
 
 
