@@ -148,7 +148,7 @@ def test_a_lead_that_comes_back_too_late_finds_the_run_over(make_swarm: MakeSwar
     swarm = begun(make_swarm)
     lives = live(swarm)
     asking = swarm.steps._coordinator
-    asking._patience = replace(asking._patience, alone_s=LEAD_S)
+    asking._timeouts = replace(asking._timeouts, alone_s=LEAD_S)
 
     async def go() -> None:
         swarm.network.freeze(LEAD)
@@ -165,7 +165,7 @@ def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
     """No majority of the voters is there, so no peer coordinates; but the voters may return."""
     swarm = begun(make_swarm)
     asking = swarm.steps._coordinator
-    asking._patience = replace(asking._patience, successor_s=3 * LEAD_S, alone_s=LEAD_S)
+    asking._timeouts = replace(asking._timeouts, successor_s=3 * LEAD_S, alone_s=LEAD_S)
     swarm.network.kill(A)
     swarm.network.kill(B)
     with pytest.raises(Unreachable, match="no other peer came to coordinate within 300 s"):
