@@ -479,7 +479,11 @@ class LeavesEarly(NanoGPT):
         (TiedToABlock, LIST, r"either in .* blocks.* or outside of them.*got again.weight outside.*Untie it"),
         (SparseOutside, LIST, r"must be dense.*`sparse=True` in transformer.wte"),
         (PenalisedBlocks, LIST, r"a loss may reach the pipeline's weights.*\['transformer.h.0.*weight decay"),
-        (StagedToo, LIST, r"a `ModuleList` has no forward: got `pipeline='transformer.h'` with `configure_stages`.*Name the"),
+        (
+            StagedToo,
+            LIST,
+            r"a `ModuleList` has no forward: got `pipeline='transformer.h'` with `configure_stages`.*Name the",
+        ),
         (LeavesEarly, LIST, r"must call its blocks one after the other.*'transformer.h.2' went to .*configure_stages"),
         (NanoGPT, {}, r"one `torch.nn.Sequential`.*a `ModuleList` of blocks with `pipeline=...`"),
         (
