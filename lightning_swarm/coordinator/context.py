@@ -51,7 +51,7 @@ class StepState:
     begun: bool = False  # the lead asked for its first place, in this generation or before
     change: StepChange = NO_CHANGE  # the change with which the open step began
     outcome: StepOutcome = field(default_factory=StepOutcome)  # outcome of the newest decided step
-    due: OpenStep | None = None  # only with delayed steps: the step before the open one, until its record comes
+    late_step: OpenStep | None = None  # only with delayed steps: the step before the open one, until its record comes
     finishing: bool = False  # a task of the coordinator decides the open step
     closing_s: float | None = None  # beginning of the wait for the open step's last batches
     order: DataOrder = field(default_factory=DataOrder)  # order of the batches, as far as the lead has sent it
@@ -90,7 +90,7 @@ class StepState:
 
     def find(self, step: int) -> OpenStep | None:
         """Return a step by its number, if it is not decided yet."""
-        return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
+        return next((one for one in (self.late_step, self.open) if one is not None and one.step == step), None)
 
 
 class ChangeNotifier:
@@ -217,10 +217,10 @@ class CoordinatorContext:
             work.close()
             if self.run.manifest.generation != self.generation:
                 raise Busy("the run was rolled back meanwhile")  # a retiring trainer, for example, has to ask again
-            raise self.not_any_more()
+            raise self.not_coordinator_error()
         return self.tasks.spawn(work)
 
-    def not_any_more(self) -> NotCoordinator:
+    def not_coordinator_error(self) -> NotCoordinator:
         """Return the error for held callers when the role ends."""
         return NotCoordinator(f"{self.transport.peer_id} does not coordinate any more")
 

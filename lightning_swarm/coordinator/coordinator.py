@@ -36,7 +36,7 @@ class Coordinator:
     async def retire(self) -> None:
         """Stop because another peer coordinates, and fail held calls with `NotCoordinator`. Raises a task's error."""
         self._is_over, context = True, self.generation.context
-        await context.changes.shut_down(context.not_any_more())
+        await context.changes.shut_down(context.not_coordinator_error())
         await context.tasks.close()
 
     async def close(self, *, over: bool) -> None:
@@ -70,6 +70,7 @@ class CoordinatorGeneration:
         self.lease_expiry = LeaseExpiry(
             context,
             on_change=self._on_change,
+            # Whether other trainers wait for a batch of this one.
             owes=lambda trainer: self.trainers.leases.owes(self.step_state.open, trainer),
         )
         servers = ServerCalls(context)
@@ -83,7 +84,7 @@ class CoordinatorGeneration:
             self.server_membership,
             PlannedMoves(context, self.server_membership, role.balancer),
             self.trainers,
-            fence=self.lease_expiry.fence,
+            fence=self.lease_expiry.fence,  # makes servers abandon calls of struck batches
         )
 
     async def start(self) -> None:
@@ -91,15 +92,15 @@ class CoordinatorGeneration:
         await self.context.tasks.start()
         self.server_membership.answer()
         self.trainers.answer()
-        step, due = self.step_state.open, self.step_state.due
+        step, late_step = self.step_state.open, self.step_state.late_step
         if step.closing:
             self.step_state.closing_s = now_s()
         for trainer in step.missing():
             self.lease_expiry.watch(trainer)
-        if due is not None:
-            self._spawn(self._guarded(self._decide_due(due)))
+        if late_step is not None:
+            self._spawn(self._guarded(self._decide_late(late_step)))
         self._finish_if_ready(step)
-        self._spawn(self._end_without_lead())
+        self._spawn(self._replace_lead_or_end())
         self._spawn(self.trainers.membership.check_liveness())
 
     async def dismiss_others(self, *, over: bool) -> None:
@@ -109,7 +110,7 @@ class CoordinatorGeneration:
         await dismiss(self._transport, self.server_membership.waiting, timeout=self._timeout)
         await dismiss(self._transport, only_train if over else (), timeout=self._timeout)
 
-    async def _end_without_lead(self) -> None:
+    async def _replace_lead_or_end(self) -> None:
         """Have another peer lead if the lead is gone, or else end the run for all."""
         own = self._transport.peer_id
         if self._run.manifest.lead == own:
@@ -138,12 +139,12 @@ class CoordinatorGeneration:
     def _finish_if_ready(self, step: OpenStep) -> None:
         """Have the open step decided, and the next one opened, at once if the record may be late."""
         state = self.step_state
-        if not step.ready or state.finishing or state.due is not None:
+        if not step.ready or state.finishing or state.late_step is not None:
             return
         if self._may_be_late(step):
-            state.due, step.sealed = step, True
+            state.late_step, step.sealed = step, True  # sealed: it takes no more batches
             self._open_next(step)
-            self._spawn(self._guarded(self._decide_due(step)))
+            self._spawn(self._guarded(self._decide_late(step)))
         else:
             state.finishing = True
             self._spawn(self._guarded(self._finish(step)))
@@ -183,12 +184,12 @@ class CoordinatorGeneration:
             self._open_next(step)
         await self.context.changes.notify()  # callers wait for the record, or may get a place again
 
-    async def _decide_due(self, step: OpenStep) -> None:
+    async def _decide_late(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
         await self.context.changes.notify()
         record = await self._step_commit.finish(step, self._run.selection, NO_CHANGE, late=True)
-        assert record is not None, "a step that is late takes no batches in place of those that were struck"
-        self.step_state.outcome, self.step_state.due = self._outcome(step, record), None
+        assert record is not None, "a late step takes no new batches for struck ones, so it must be decided"
+        self.step_state.outcome, self.step_state.late_step = self._outcome(step, record), None
         self._finish_if_ready(self.step_state.open)
         await self.context.changes.notify()
 
@@ -204,7 +205,7 @@ class CoordinatorGeneration:
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
         """Return the outcome of a step whose record is applied, and let lead and events forget older state."""
         lead, context = self._run.manifest.lead, self.context
-        self.trainers.lead.decided(step.step)
+        self.trainers.lead.note_decided(step.step)
         # Events of a peer that has just gone are kept for one step more, until the lead has this record.
         before, context.members = context.members, {*self._run.servers, *self._run.trainers}
         context.events.keep_only(before | context.members)

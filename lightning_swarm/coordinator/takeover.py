@@ -99,13 +99,13 @@ def rebuild(
             step.skip_to(run.term[0] << 32)
         if step.step in closed:
             step.ask_to_close(closed[step.step])
-    due, open_ = (steps[0], steps[-1]) if steps[-1].begun and len(steps) > 1 else (None, steps[0])
-    if due is not None:  # all its batches were complete, because the next step had opened
-        due.sealed = True
-        due.settle()
+    late_step, open_ = (steps[0], steps[-1]) if steps[-1].begun and len(steps) > 1 else (None, steps[0])
+    if late_step is not None:  # all its batches were complete, because the next step had opened
+        late_step.sealed = True
+        late_step.settle()
     return StepState(
         open=open_,
-        due=due,
+        late_step=late_step,
         begun=run.version > run.manifest.first_step or (lead is not None and lead.begun),
         outcome=_outcome(run, everything, metrics),
         order=order,

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.context import CoordinatorContext
-from lightning_swarm.coordinator.long_poll import LeadLiveness, StepEnds, check_hyperparameters
+from lightning_swarm.coordinator.lead_liveness import LeadLiveness
+from lightning_swarm.coordinator.long_poll import StepEnds, check_hyperparameters
 from lightning_swarm.coordinator.membership.trainers import LeaseExpiry, TrainerMembership
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.leases import LeaseTable, first_lease
@@ -92,7 +93,7 @@ class TrainerHandlers:
         async with self._settling:
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             step = self._step_state.open
-            if request.step != step.step or step.begun or self._step_state.due is not None:
+            if request.step != step.step or step.begun or self._step_state.late_step is not None:
                 raise ProtocolError(
                     f"a change comes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
@@ -155,8 +156,9 @@ class TrainerHandlers:
                     self._lease_expiry.watch(trainer)
         if reply.wait is not None and self.leases.leaves_own(caller):
             await self._changes.notify()  # another waiting trainer may bring its batch
-        if is_lead and reply.grant is not None and state.due is not None:
-            await self.lead.permit(state.due.step, version=state.due.step)  # the lead trains, so it does not validate
+        if is_lead and reply.grant is not None and state.late_step is not None:
+            late = state.late_step.step
+            await self.lead.permit(late, version=late)  # the lead trains, so it does not validate
         return reply
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
@@ -182,9 +184,9 @@ class TrainerHandlers:
         self._run.check_generation(request.generation)
         if caller != self._run.manifest.lead:
             raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
-        step, due = self._step_state.open, self._step_state.due
-        if due is not None and request.step == step.step and request.first in step.under_way(caller):
-            await self.lead.permit(due.step, version=due.step)
+        step, late_step = self._step_state.open, self._step_state.late_step
+        if late_step is not None and request.step == step.step and request.first in step.under_way(caller):
+            await self.lead.permit(late_step.step, version=late_step.step)
 
     # ------------------------------------------------------------------ granted batches
 
@@ -264,9 +266,9 @@ class TrainerHandlers:
             if request.lease is not None and not request.withdrawn:
                 raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
-        step, due = self._step_state.open, self._step_state.due
-        if due is not None and request.step == due.step:  # reported again, because the answer was lost
-            self._enter(due, caller, request)
+        step, late_step = self._step_state.open, self._step_state.late_step
+        if late_step is not None and request.step == late_step.step:  # reported again, because the answer was lost
+            self._enter(late_step, caller, request)
             return BatchDoneReply(closing=True)
         newest = step.step - 1 - self._run.manifest.settings.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
@@ -289,12 +291,12 @@ class TrainerHandlers:
         """Let the lead validate, unless a record that it is ready for has come or is on its way."""
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
-        self.lead.knows = max(self.lead.knows, version)
-        if self.lead.deciding is not None:
-            return self.lead.deciding
-        if self._step_state.outcome.step >= self.lead.knows:
+        self.lead.known_version = max(self.lead.known_version, version)
+        if self.lead.deciding_step is not None:
+            return self.lead.deciding_step
+        if self._step_state.outcome.step >= self.lead.known_version:
             return self._step_state.outcome.step
-        self.lead.go_on()
+        self.lead.withdraw_permit()
         return None
 
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:

@@ -666,7 +666,7 @@ class FaultySwarm(Swarm):
             if server.admission.leadership.coordinator is not None:
                 tasks = tasks_of(server.admission.leadership.coordinator.generation.context.tasks._tasks)
                 # It monitors the lead until it is notified of the run's end.
-                left[f"{name}'s coordinator's tasks"] = [one for one in tasks if "_end_without_lead" not in one]
+                left[f"{name}'s coordinator's tasks"] = [one for one in tasks if "_replace_lead_or_end" not in one]
         for name, trainer in self.trainers.items():
             if name not in self.dead:
                 left[f"{name}'s tickets"] = list(trainer.tickets._entries)

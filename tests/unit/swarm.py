@@ -416,8 +416,8 @@ class Swarm:
                 state["books"] = copy.deepcopy(
                     (
                         books.open,
-                        lead._permits,
-                        lead.stepped_with,
+                        lead._permitted_until,
+                        lead.hyperparameters,
                         coordinator.generation.step_state.selection(coordinator.generation._run),
                     )
                 )

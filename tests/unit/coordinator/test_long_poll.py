@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.crowd import NUM_STEPS
 from benchmarks.standins import BriefTrainer, Crowd
-from lightning_swarm.coordinator.long_poll import MAX_NEWS, EventDeltas
+from lightning_swarm.coordinator.event_deltas import MAX_NEWS, EventDeltas
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import MAX_CALL_BYTES, PeerId
 from lightning_swarm.protocol.messages.batches import RecordReply

@@ -1,0 +1,140 @@
+"""Watches the lead: appoints another one if it is gone, and holds a record until the lead's loop is ready for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any
+
+from lightning_swarm.coordinator.context import CoordinatorContext
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.takeover import appoint
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.liveness import alive_among
+
+
+class LeadLiveness:
+    """Whether the lead is alive, and for which records its loop is ready. Stores its hyperparameters."""
+
+    # The permit. A record changes the weights, so it is decided only while the lead's loop is ready for it: while the
+    # lead waits for a record or, with delayed steps, trains. A permit covers all steps up to one, and is withdrawn as
+    # soon as an answer lets the loop go on, because it may validate next. Without delayed steps, the record itself uses
+    # the permit up, because the next record is of a later step.
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self._transport, self._run, self._changes = context.transport, context.run, context.changes
+        limits = context.limits
+        self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout  # seconds
+        self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
+        self._alive_s = 0.0  # time of the newest sign of life
+        self._restarted = False  # the lead's process is new, and knows nothing of the run
+        self._appointed: PeerId | None = None  # the next lead, once it has confirmed to this coordinator
+        self._permitted_until: int | None = None  # the newest step that the permit covers; None: there is no permit
+        self.hyperparameters: dict[int, list[dict[str, Any]]] = {}  # undecided step -> a dict for each parameter group
+        self.known_version = 0  # the newest version that the lead knows
+        self.epoch: int | None = None  # epoch of the lead's loop, once it is known
+        self.resumable: Collection[int] | None = None  # snapshots from which its loop could continue, if reported
+        self.deciding_step: int | None = None  # the step whose record was permitted, and is not applied yet
+
+    def note_alive(self) -> None:
+        """Record a sign of life."""
+        self._alive_s = now_s()
+
+    def note_restart(self) -> None:
+        """Record that the lead was started again, and knows nothing of the run."""
+        self._restarted = True
+
+    def check(self) -> None:
+        """Raise StepError if the lead was silent for too long."""
+        if now_s() >= self._alive_s + self._timeout:
+            raise StepError(
+                f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
+                "`Limits.lead_timeout` if what it does between two batches takes longer."
+            )
+
+    # ------------------------------------------------------------------ a lead that is gone
+
+    async def until_gone(self) -> str:
+        """Watch the lead until another one is appointed, and return ""; or return why the run must end instead."""
+        # While the lead answers, nothing happens. Otherwise, another lead is appointed:
+        # - at once if some servers follow a next lead already, which has not confirmed to this coordinator;
+        # - each time that the silence has lasted `_appoint_after_s` longer;
+        # - for the last time if the lead was started again or is silent for `_timeout`. If that fails, the run ends.
+        lead = self._run.manifest.lead
+        silent_s = tried_s = 0.0  # seconds of silence until now, and until the newest attempt
+        while True:
+            asked_s = now_s()
+            is_unconfirmed = self._is_unconfirmed
+            is_alive = not (self._restarted or is_unconfirmed) and await self._is_alive(lead)
+            is_last = not is_alive and (self._restarted or silent_s >= self._timeout)
+            if is_last or is_unconfirmed or (not is_alive and silent_s >= tried_s + self._appoint_after_s):
+                tried_s, why_not = silent_s, await self._appoint(is_last=is_last)
+                if not why_not:
+                    return ""
+                if is_last:
+                    return self._why_lost(lead, why_not)
+            await asyncio.sleep(self._silence_s)
+            # Time for which this peer itself was frozen does not count.
+            silent_s = 0.0 if is_alive else silent_s + min(now_s() - asked_s, 2 * self._silence_s)
+            tried_s = min(tried_s, silent_s)
+
+    @property
+    def _is_unconfirmed(self) -> bool:
+        """Whether servers were ordered to follow a next lead, which has not confirmed to this coordinator."""
+        return self._run.is_rolling_back and self._run.manifest.lead != self._appointed
+
+    async def _is_alive(self, lead: PeerId) -> bool:
+        """Return whether the lead called just now, or answers a ping: the run waits for a lead whose loop is busy."""
+        if self._alive_s + self._silence_s > now_s():
+            return True
+        return bool(await alive_among(self._transport, [lead], timeout=self._silence_s))
+
+    async def _appoint(self, *, is_last: bool) -> str:
+        """Try to appoint another lead; return why there is none, or ""."""
+        why_not = await appoint(self._transport, self._run, timeout=self._silence_s, is_last=is_last)
+        if not why_not:
+            # The new lead gave no sign of life yet, so it is pinged next. Calls that wait for the former lead may fail
+            # meanwhile (`check`), and the rollback ends them in any case.
+            self._alive_s, self._restarted, self._appointed = 0.0, False, self._run.manifest.lead
+        return why_not
+
+    def _why_lost(self, lead: PeerId, why_not: str) -> str:
+        gone = "was started again" if self._restarted else f"was not heard of for {self._timeout:g} s"
+        return (
+            f"the lead {lead} {gone}, and nobody takes it over: {why_not}. Start the run again with `ckpt_path`. A "
+            "peer that was started by a program with data can take a run over. Raise `Limits.lead_timeout` to wait "
+            "longer for a lead that may come back."
+        )
+
+    # ------------------------------------------------------------------ the permit
+
+    async def permit(self, step: int, *, version: int) -> None:
+        """Permit the records of all steps up to `step`: the lead's loop, which knows `version`, is ready for them."""
+        self._permitted_until = step
+        self.known_version = max(self.known_version, version)
+        await self._changes.notify()
+
+    def withdraw_permit(self) -> None:
+        """Permit no record until the lead asks again, because its loop goes on and may validate."""
+        self._permitted_until = None
+
+    def note_decided(self, step: int) -> None:
+        """Record that a step's record is applied."""
+        self.deciding_step = None
+        self.hyperparameters = {of: values for of, values in self.hyperparameters.items() if of > step}
+
+    async def wait_until_ready(self, step: OpenStep) -> list[dict[str, Any]]:
+        """Wait until the lead's loop is ready for the record; return the hyperparameters of each parameter group."""
+        while not self._is_ready(step.step):
+            self.check()
+            await self._changes.next(until_s=self._alive_s + self._timeout)
+        self.deciding_step = step.step
+        return self.hyperparameters[step.step]
+
+    def _is_ready(self, step: int) -> bool:
+        """Return whether the record of a step is permitted, the next that the lead lacks, and has hyperparameters."""
+        # A lead at version v has the records of all steps before v, so it sees every step.
+        is_permitted = self._permitted_until is not None and self._permitted_until >= step
+        return is_permitted and self.known_version >= step and step in self.hyperparameters
