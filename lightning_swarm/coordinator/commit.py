@@ -289,9 +289,11 @@ class StepCommit:
         if not isinstance(invited, UnsetType):
             newcomers = [one for one in newcomers if one.member.peer_id in invited]
             enlisted = [peer for peer in enlisted if peer in invited]
-        movers, sheds = self._moves.choose(gone)
+        movers, releases = self._moves.choose(gone)
         leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
-        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
+        next_roster = next_rosters(
+            self._run.rosters, gone=gone, leaving=leaving, releases=releases, newcomers=newcomers
+        )
         staying = {member for roster in next_roster for member in roster}
         recorded = [*self._run.snapshots, *(record.snapshots or ())]
         snapshot = await self._snapshots.order(record.step, next_roster, recorded, self._lead.resumable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from lightning_swarm.coordinator.membership.rosters import electorate, number_of_voters
+from lightning_swarm.coordinator.membership.rosters import members_that_may_vote, number_of_voters
 from lightning_swarm.coordinator.step.open_step import clip_factor
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, check_change
@@ -64,7 +64,7 @@ def _check_servers(run: RunState, record: Record) -> None:
 def _check_voters(run: RunState, record: Record) -> None:
     """Refuse a list of voters with a wrong length, with ineligible members, or without the present voters in front."""
     after = run.members_after(record)
-    members = set(electorate(after.rosters, run.on_trainers, after.keepers))
+    members = set(members_that_may_vote(after.rosters, run.on_trainers, after.keepers))
     if not members:
         _refuse(record, "a keeper stays in the rosters, for only keepers vote", after.keepers)
     if record.next_voters is None:

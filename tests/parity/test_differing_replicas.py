@@ -102,7 +102,7 @@ def test_of_two_the_older_one_stays(number: int, spoil: Spoil, caplog: pytest.Lo
     assert (step, vacancy.member.peer_id) == (AT, f"peer-{number}")
     name = "'net.2.weight'" if number == 2 else "'net.0.weight'"
     assert f"optimizer state of peer-{number} differ in " in vacancy.reason
-    assert f" from those of peer-{number - 2}, which is in the stage for longer." in vacancy.reason
+    assert f" from those of peer-{number - 2}, which has been in the stage longest." in vacancy.reason
     assert name in vacancy.reason
     assert "so the right one is unknown: the oldest is kept" in vacancy.reason
     events = [event for event in run.strategy.peers[0].events.newest if event.kind == "gone"]

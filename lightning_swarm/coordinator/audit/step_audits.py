@@ -10,7 +10,7 @@ from typing import Final
 
 from typing_extensions import override
 
-from lightning_swarm.coordinator.audit.audit_run import Assignment, AuditResults, AuditRun, TrainerResults
+from lightning_swarm.coordinator.audit.audit_orders import Assignment, AuditOrders, AuditResults, TrainerResults
 from lightning_swarm.coordinator.audit.disputes import (
     MAX_REFUTED,
     MAX_UNPROVEN,
@@ -85,7 +85,7 @@ class StepAudits(StepOversight):
         self._codec_bits = min(bits, default=None)  # bits of an element in transit; None: no codec
         self._step = step
         self._trained = trained  # names of the parameters that the step trains
-        self._audits = AuditRun(servers, step, context.generation)
+        self._audits = AuditOrders(servers, step, context.generation)
         # Knowledge from earlier steps, which `AuditMemory` explains.
         self._standing, self._disputes, self._contested = memory.standing, memory.disputes, memory.contested
         self._silences, self._refuted, self._unrepeatable = memory.silences, memory.refuted, memory.unrepeatable
@@ -367,7 +367,7 @@ class StepAudits(StepOversight):
         """Decide on an auditor's accusation of a server that the coordinator's own server has cleared."""
         # Use the seed of the first audit, so that the audited server is not asked again, and cannot answer differently.
         unit, about = one.unit, (one.unit, self._own)
-        found = (await self._audits.ask(again.order, [about], results.seed))[0].get(about)
+        found = (await self._audits.ask_findings(again.order_id, [about], results.seed))[0].get(about)
         its, sum_sketch = results.found.get((unit, one.auditor)), results.sums.get(unit)
         if found is None or its is None or sum_sketch is None:
             return

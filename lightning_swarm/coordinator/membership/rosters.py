@@ -22,7 +22,7 @@ def next_rosters(
     *,
     gone: Collection[PeerId] = (),
     leaving: Sequence[PeerId] = (),
-    sheds: Sequence[StageRelease] = (),
+    releases: Sequence[StageRelease] = (),
     newcomers: Sequence[Candidate] = (),
 ) -> list[list[Member]]:
     """Make the rosters that a record sets for the next step: members in their old order, then newcomers."""
@@ -35,7 +35,7 @@ def next_rosters(
         if peer in staying and not alone_in(rosters, peer, staying):
             staying.discard(peer)
     held = [[member for member in roster if member.peer_id in staying] for roster in rosters]
-    for one in sheds:
+    for one in releases:
         others = [member for member in held[one.stage] if member.peer_id != one.peer]
         elsewhere = (member.peer_id for index, roster in enumerate(held) if index != one.stage for member in roster)
         if others and one.peer in elsewhere:
@@ -52,20 +52,20 @@ def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collect
 
 
 def trainer_changes(
-    trainers: Sequence[PeerId], *, lead: PeerId, going: Collection[PeerId], coming: Sequence[PeerId]
+    trainers: Sequence[PeerId], *, lead: PeerId, leaving: Collection[PeerId], joining: Sequence[PeerId]
 ) -> tuple[list[PeerId], list[PeerId]]:
     """Return the trainers that the next step adds, in the order of requests, and the trainers that it removes."""
     # No record removes the lead; only failover replaces it.
-    retired = [one for one in trainers if one in going and one != lead]
-    room = MAX_TRAINERS - len(trainers) + len(retired)
-    return [one for one in coming if one not in trainers][:room], retired
+    removed = [one for one in trainers if one in leaving and one != lead]
+    room = MAX_TRAINERS - len(trainers) + len(removed)
+    return [one for one in joining if one not in trainers][:room], removed
 
 
-def electorate(
-    rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], keepers: Keepers = UNSET
+def members_that_may_vote(
+    rosters: Sequence[Sequence[Member]], is_on_trainers: Sequence[bool], keepers: Keepers = UNSET
 ) -> list[Member]:
     """Return the members that may vote: the pipeline's servers, or all if there is none; only keepers, if any."""
-    servers = [roster for roster, own in zip(rosters, on_trainers, strict=True) if not own] or rosters
+    servers = [roster for roster, is_own in zip(rosters, is_on_trainers, strict=True) if not is_own] or rosters
     members = dict.fromkeys(member for roster in servers for member in roster)
     return [member for member in members if may_decide(member.peer_id, keepers)]
 
@@ -77,13 +77,13 @@ def number_of_voters(num_members: int) -> int:
 
 def choose_voters(
     rosters: Sequence[Sequence[Member]],
-    on_trainers: Sequence[bool],
+    is_on_trainers: Sequence[bool],
     voters: Sequence[Member],
     hosts: Mapping[PeerId, str],
     keepers: Keepers = UNSET,
 ) -> list[Member]:
-    """Choose the voters on the next record: an odd number of the electorate."""
-    members = electorate(rosters, on_trainers, keepers)
+    """Choose the voters on the next record: an odd number of the members that may vote."""
+    members = members_that_may_vote(rosters, is_on_trainers, keepers)
     number = number_of_voters(len(members))
     chosen = [voter for voter in voters if voter in members][:number]  # present voters stay, as far as there is room
     others = [member for member in members if member not in chosen]  # hosts with the fewest votes come first

@@ -238,10 +238,10 @@ class TrainerMembership:
         run = self._run
         if not run.manifest.open_to_trainers:
             return [], []
-        going = {trainer for trainer in run.trainers if trainer in self._going or self._is_excluded(trainer)}
-        going |= self._banned(run.trainers) | {trainer for trainer in run.trainers if trainer in convicted}
-        coming = [peer for peer in self.waiting if peer not in convicted]
-        return trainer_changes(run.trainers, lead=run.manifest.lead, going=going, coming=coming)
+        leaving = {trainer for trainer in run.trainers if trainer in self._going or self._is_excluded(trainer)}
+        leaving |= self._banned(run.trainers) | {trainer for trainer in run.trainers if trainer in convicted}
+        joining = [peer for peer in self.waiting if peer not in convicted]
+        return trainer_changes(run.trainers, lead=run.manifest.lead, leaving=leaving, joining=joining)
 
     def _banned(self, peers: Collection[PeerId]) -> set[PeerId]:
         return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)

@@ -20,7 +20,7 @@ from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.oversight import Verdict
-from lightning_swarm.coordinator.step.reference import WeightsDiffer, check_lead_kept, choose_left_out, replicas_differ
+from lightning_swarm.coordinator.step.reference import WeightsDiffer, check_lead_kept, choose_excluded, replicas_differ
 from lightning_swarm.coordinator.step.replay_plan import (
     Ledgers,
     ReplayPlan,
@@ -131,7 +131,7 @@ class SumReconciliation:
             spoilt = self._find_spoilt(ledgers)
             if self._informed & set[PeerId]().union(*spoilt):
                 continue  # `_find_spoilt` has excluded these servers
-            self._replays.compare(ledgers)
+            self._replays.check_claims(ledgers)
             self._seen.update(*(one.held for stage in ledgers for one in stage.values()))
             plan = self._plan(ledgers, spoilt)
             if plan.done:
@@ -148,11 +148,11 @@ class SumReconciliation:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or self._never_corrected(plan)
             if not lost:
-                never_added = self._replays.never_added(plan.holes)
-                if self._trust_lead(never_added):
+                unfillable = self._replays.unfillable_batches(plan.holes)
+                if self._trust_lead(unfillable):
                     continue  # without the servers that it has excluded
-                self._falsified |= {first for first, lacking in never_added.items() if lacking}
-                lost = set(never_added) or await self._repair(plan, spoilt)
+                self._falsified |= {first for first, lacking in unfillable.items() if lacking}
+                lost = set(unfillable) or await self._repair(plan, spoilt)
             self._falsified |= self._never_seen(lost)
             if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
                 return None
@@ -188,7 +188,7 @@ class SumReconciliation:
             for stage, again in zip(ledgers, named, strict=True)
         ]
         run = self._run
-        wrong = choose_left_out(ledgers, guests=run.guests, trusted=run.trusted, tied=bool(run.ties))
+        wrong = choose_excluded(ledgers, guests=run.guests, trusted=run.trusted, tied=bool(run.ties))
         check_lead_kept(run.manifest, wrong)
         if (own := wrong.get(self._servers.own)) is not None:
             await self._hand_over(own)
@@ -287,15 +287,13 @@ class SumReconciliation:
         return {
             receipt[0]
             for receipt in plan.holes
-            if receipt[0] in self._misweighed and self._replays.number(receipt) >= _MAX_CORRECTIONS
+            if receipt[0] in self._misweighed and self._replays.num_replays(receipt) >= _MAX_CORRECTIONS
         }
 
-    def _trust_lead(self, never_added: Mapping[int, Collection[PeerId]]) -> bool:
+    def _trust_lead(self, unfillable: Mapping[int, Collection[PeerId]]) -> bool:
         """Exclude the servers that lack the lead's microbatches after its replays; return whether there are any."""
         lead = self._run.manifest.lead
-        lacking = {
-            peer for first, peers in never_added.items() if self.step.trainer_of(first) == lead for peer in peers
-        }
+        lacking = {peer for first, peers in unfillable.items() if self.step.trainer_of(first) == lead for peer in peers}
         for peer in sorted(lacking):
             reason = f"{peer} was sent microbatches again by the lead, and lacks them still"
             self.step_servers.exclude(peer, ProtocolError(reason))
@@ -314,7 +312,7 @@ class SumReconciliation:
             [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers],
             first_trained=self._first_trained,
             replayable=[not stage.on_trainers for stage in stages],
-            barred={first: self._replays.barred(first, present) for first, _, _ in step.batches},
+            barred={first: self._replays.barred_holders(first, present) for first, _, _ in step.batches},
             spoilt=spoilt,
         )
 

@@ -22,8 +22,8 @@ _MAX_NAMED: Final = 5
 _TIE: Final = "The largest groups of replicas have equal sizes, so the right one is unknown: the oldest is kept. "
 _CAUSES: Final = (
     "Possible causes: a block writes to weights or buffers in its forward (`max_norm` of an embedding does), or reads "
-    "a clock, a file or a random generator of its own; a broken memory; a version of torch whose optimizer computes "
-    "otherwise."
+    "a clock, a file or a random generator of its own; faulty memory; another version of torch, whose optimizer "
+    "computes differently."
 )
 
 _Stage: TypeAlias = Mapping[Member, ServerLedger]
@@ -40,10 +40,10 @@ def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
     return any(map(_differs, ledgers)) or (tied and bool(_contradicting(ledgers, (), ())))
 
 
-def choose_left_out(
-    ledgers: Ledgers,  # of all stages, with a hash of each tensor if errors shall name the tensors
+def choose_excluded(
+    ledgers: Ledgers,  # of all stages, with a hash of each tensor so that errors can name the tensors
     *,
-    guests: Collection[PeerId] = (),  # newcomers not compared yet: they count only where a stage has no other server
+    guests: Collection[PeerId] = (),  # not compared yet: they count only where a stage has no other server
     trusted: Sequence[PeerId] = (),  # the first one in a stage is the reference in any case
     tied: bool = False,  # stages share weights, whose hashes the ledgers have
 ) -> dict[PeerId, WeightsDiffer]:
@@ -110,33 +110,34 @@ def _choose(
 ) -> _Choice:
     """Choose the reference of a stage whose replicas differ."""
     stage = ledgers[index]
-    counted = _counted(stage, guests)
-    own = {member.peer_id: member for member in stage}
-    same = {
-        member: [one for one in counted if one == member or _bits(stage[one]) == _bits(stage[member])]
+    voting = _voting(stage, guests)
+    by_peer = {member.peer_id: member for member in stage}
+    alike = {
+        member: [one for one in voting if one == member or _bits(stage[one]) == _bits(stage[member])]
         for member in stage
     }
-    arbiter = next((own[peer] for peer in trusted if peer in own), None)
+    arbiter = next((by_peer[peer] for peer in trusted if peer in by_peer), None)
     if arbiter is not None:
         number = sum(_bits(one) == _bits(stage[arbiter]) for one in stage.values())
-        return _Choice(index, arbiter, f"{arbiter.peer_id}, which is right, and of {number} of {len(stage)} replicas")
+        agreeing = f"{number} of {len(stage)} replicas agree with it"
+        return _Choice(index, arbiter, f"{arbiter.peer_id}, which this run trusts ({agreeing})")
 
     def strength(member: Member) -> tuple[bool, int, int]:
         has_hash = stage[member].report.version_hash is not None
-        return has_hash, len(same[member]) if has_hash else 1, _num_confirming(index, member, ledgers) if tied else 0
+        return has_hash, len(alike[member]) if has_hash else 1, _num_confirming(index, member, ledgers) if tied else 0
 
-    kept = max(counted, key=strength)  # among equals the first, which is the oldest
-    number = len(same[kept])
-    if 2 * number > len(counted):
-        newer = f", without {len(stage) - len(counted)} that joined just now" if len(counted) < len(stage) else ""
-        return _Choice(index, kept, f"{number} of {len(counted)} replicas{newer}")
-    rivals = [one for one in counted if one not in same[kept] and strength(one) == strength(kept)]
+    kept = max(voting, key=strength)  # among equals the first, which is the oldest
+    number = len(alike[kept])
+    if 2 * number > len(voting):
+        newer = f", without {len(stage) - len(voting)} that joined just now" if len(voting) < len(stage) else ""
+        return _Choice(index, kept, f"{number} of {len(voting)} replicas{newer}")
+    rivals = [one for one in voting if one not in alike[kept] and strength(one) == strength(kept)]
     if rivals:
-        return _Choice(index, kept, f"{kept.peer_id}, which is in the stage for longer", is_tie=True)
-    return _Choice(index, kept, f"{number} of {len(counted)} replicas, more than have any other")
+        return _Choice(index, kept, f"{kept.peer_id}, which has been in the stage longest", is_tie=True)
+    return _Choice(index, kept, f"{number} of {len(voting)} replicas, the largest group")
 
 
-def _counted(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
+def _voting(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
     """Return the servers that count in a majority."""
     return [member for member in stage if member.peer_id not in guests] or list(stage)
 
@@ -163,18 +164,19 @@ def _contradicting(
 ) -> dict[PeerId, WeightsDiffer]:
     """Find servers of stages whose shared weights contradict a higher-ranked stage, if no stage's replicas differ."""
     tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
-    counted = [len(_counted(stage, guests)) for stage in ledgers]
+    num_voting = [len(_voting(stage, guests)) for stage in ledgers]
 
     def rank(index: int) -> tuple[int, int, int]:
+        """Stages of trusted servers come first, then the stages whose weights most servers confirm."""
         peers = {member.peer_id for member in ledgers[index]}
-        arbiter = next((place for place, peer in enumerate(trusted) if peer in peers), len(trusted))
+        trusted_rank = next((rank for rank, peer in enumerate(trusted) if peer in peers), len(trusted))
         alike = [other for other in range(len(ledgers)) if other == index or _agree(tied[index], tied[other])]
-        return arbiter, -sum(counted[other] for other in alike), index
+        return trusted_rank, -sum(num_voting[other] for other in alike), index
 
     known: dict[str, tuple[int, int]] = {}  # name -> hash, stage
     found: dict[PeerId, WeightsDiffer] = {}
     for index in sorted(range(len(ledgers)), key=rank):
-        differing = sorted(name for name, own in tied[index].items() if known.get(name, (own,))[0] != own)
+        differing = sorted(name for name, own in tied[index].items() if name in known and known[name][0] != own)
         if not differing:
             known |= {name: (own, index) for name, own in tied[index].items() if name not in known}
         for member in ledgers[index] if differing else ():

@@ -1,4 +1,4 @@
-"""Has trainers resend microbatches that a closing step lacks, a few at a time, and checks the sums for them."""
+"""Has trainers resend microbatches that a closing step lacks, a few at a time, and checks that the sums have them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class ReplayRounds:
         self._claimed: dict[Receipt, Mapping[int, PeerId]] = {}  # receipt -> stage -> server, by the newest answers
         self._unfilled: defaultdict[Receipt, list[PeerId]] = defaultdict(list)  # receipt -> holders that lacked it
 
-    def number(self, receipt: Receipt) -> int:
+    def num_replays(self, receipt: Receipt) -> int:
         """Return how often a replay of a microbatch was requested."""
         return self._replayed[receipt]
 
-    def compare(self, ledgers: Ledgers) -> None:
-        """Compare the trainers' answers with the sums."""
-        # A trainer is excused if the holder is gone, or if the holder reports receipts that it must not hold.
+    def check_claims(self, ledgers: Ledgers) -> None:
+        """Check the trainers' answers against the sums."""
+        # A trainer is excused if the holder is gone, or holds more than the step counts.
         counted = set(self._step.counted)
         for receipt, holders in self._claimed.items():
             held = {
@@ -62,7 +62,7 @@ class ReplayRounds:
             self._unfilled[receipt] += [holders[index] for index, there in held.items() if receipt not in there]
         self._claimed = {}
 
-    def barred(self, first: int, rosters: Sequence[Sequence[Member]]) -> set[PeerId]:
+    def barred_holders(self, first: int, rosters: Sequence[Sequence[Member]]) -> set[PeerId]:
         """Return the servers that must not hold the missing microbatches of a batch."""
         # If a server lacks a replay, its report or the trainer's is false, so another server is tried, if there is one.
         lacking = {peer for receipt, peers in self._unfilled.items() if receipt[0] == first for peer in peers}
@@ -70,7 +70,7 @@ class ReplayRounds:
         kept = set[PeerId]().union(*(roster for roster in others if roster <= lacking))
         return (lacking - kept) | self._unreached[self._step.trainer_of(first)]
 
-    def never_added(self, holes: Mapping[Receipt, Mapping[int, PeerId]]) -> dict[int, set[PeerId]]:
+    def unfillable_batches(self, holes: Mapping[Receipt, Mapping[int, PeerId]]) -> dict[int, set[PeerId]]:
         """Return the batches that replays failed to add: place -> servers that lack them despite the answers."""
         found: dict[int, set[PeerId]] = {}
         for receipt in holes:
@@ -79,7 +79,8 @@ class ReplayRounds:
         return found
 
     async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
-        """Have some microbatches in `holes` replayed; return the batches that cannot be computed again."""
+        """Have some microbatches replayed; return the batches that cannot be computed again."""
+        # `holes`: missing microbatch -> stage -> server that must add it.
         by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
         for receipt, holders in sorted(holes.items()):
             by_trainer[self._step.trainer_of(receipt[0])].append(Replay(receipt=receipt, holders=dict(holders)))
@@ -94,15 +95,15 @@ class ReplayRounds:
             for stage_index, peer in one.holders.items():
                 self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
         # If less is missing than at the last request, the trainer makes progress, even without an answer.
-        came = len(wanted) < self._num_wanted.get(trainer, len(wanted))
+        has_progressed = len(wanted) < self._num_wanted.get(trainer, len(wanted))
         self._num_wanted[trainer] = len(wanted)
         request = ReplayRequest(generation=self._generation, step=self._step.step, work=work, avoid=sorted(gone))
         try:
             # More microbatches get no more time: finished replays stay, and the rest is requested again.
             reply = await self._servers.ask(trainer, REPLAY, request, num_timeouts=min(1 + len(work), _TIMEOUTS))
         except (PeerError, ProtocolError) as error:  # any other error is a bug in the trainer's handler
-            self._failures[trainer] = 1 if came else self._failures[trainer] + 1
-            is_silent = isinstance(error, DeadlineExceeded) and not came
+            self._failures[trainer] = 1 if has_progressed else self._failures[trainer] + 1
+            is_silent = isinstance(error, DeadlineExceeded) and not has_progressed
             self._silences[trainer] = self._silences[trainer] + 1 if is_silent else 0
             self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
             if self._failures[trainer] < _MAX_FAILURES and self._silences[trainer] < _MAX_SILENCES:

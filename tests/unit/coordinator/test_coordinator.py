@@ -428,7 +428,7 @@ def test_a_replica_whose_optimizer_state_differs_is_left_out(make_swarm: MakeSwa
     momentum = {"momentum_buffer": torch.zeros(())}
     stage.optimizer.torch_optimizer.state[stage.trainable[0]] = momentum
     name = next(name for name, own in stage.optimizer._stepped.items() if own is stage.trainable[0])
-    assert f"differ in 'optimizer state of {name}' from those of c, which is" in step_without(swarm, B).reason
+    assert f"differ in 'optimizer state of {name}' from those of c, which has" in step_without(swarm, B).reason
 
 
 def test_a_replica_whose_weights_differ_is_left_out_with_what_passed_it(make_swarm: MakeSwarm) -> None:
@@ -436,7 +436,7 @@ def test_a_replica_whose_weights_differ_is_left_out_with_what_passed_it(make_swa
     name, weight = next(iter(swarm.servers[C].steps.stage(1).module.named_stage_tensors().items()))
     with torch.no_grad():
         weight[0] += 1e-6
-    assert f"differ in '{name}' from those of b, which is in the stage for longer. " in step_without(swarm, C).reason
+    assert f"differ in '{name}' from those of b, which has been in the stage longest. " in step_without(swarm, C).reason
 
 
 def test_a_replica_that_says_no_hash_of_its_weights_is_left_out(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.coordinator.audit.audit_run import AuditResults
+from lightning_swarm.coordinator.audit.audit_orders import AuditResults
 from lightning_swarm.coordinator.audit.examined_step import ExaminedStep
 from lightning_swarm.coordinator.audit.policy import AuditMemory, Silences, Unit
 from lightning_swarm.coordinator.audit.step_audits import StepAudits

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 from msgspec import UNSET
 
-from lightning_swarm.coordinator.step.reference import choose_left_out, replicas_differ
+from lightning_swarm.coordinator.step.reference import choose_excluded, replicas_differ
 from lightning_swarm.coordinator.step.replay_plan import ServerLedger
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
@@ -37,7 +37,7 @@ def stage(tied: Mapping[str, int] | None = None, /, **hashes: int | None) -> Sta
 
 def left_out(*stages: Stage, guests: str = "", right: str = "", tied: bool = False) -> str:
     """Return the names of the excluded servers."""
-    found = choose_left_out(list(stages), guests=list(guests), trusted=list(right), tied=tied)  # type: ignore[arg-type]
+    found = choose_excluded(list(stages), guests=list(guests), trusted=list(right), tied=tied)  # type: ignore[arg-type]
     assert bool(found) == replicas_differ(list(stages), tied=tied)
     return "".join(sorted(found))
 
@@ -47,7 +47,7 @@ def test_the_largest_group_stays() -> None:
     assert left_out(stage(a=1, b=1, c=2)) == "c"
     assert left_out(stage(a=1, b=2, c=2)) == "a"
     assert left_out(stage(a=1, b=2, c=3, d=3, e=4)) == "abe", "though it is no majority"
-    text = str(choose_left_out([stage(a=1, b=2, c=2)])[A])
+    text = str(choose_excluded([stage(a=1, b=2, c=2)])[A])
     assert text.startswith("stage 0: the weights, buffers and optimizer state of a differ in 'x' from those of 2 of 3 ")
 
 
@@ -55,9 +55,10 @@ def test_of_equally_large_groups_that_of_the_oldest_server_stays() -> None:
     assert left_out(stage(a=1, b=2)) == "b"
     assert left_out(stage(b=1, a=2)) == "a"
     assert left_out(stage(a=1, b=2, c=1, d=2)) == "bd"
-    text = str(choose_left_out([stage(a=1, b=2)])[B])
+    text = str(choose_excluded([stage(a=1, b=2)])[B])
     assert (
-        "'x' from those of a, which is in the stage for longer. The largest groups of replicas have equal sizes" in text
+        "'x' from those of a, which has been in the stage longest. The largest groups of replicas have equal sizes"
+        in text
     )
 
 
@@ -81,8 +82,8 @@ def test_where_one_is_right_whatever_most_have_the_others_are_left_out() -> None
     assert left_out(stage(a=1, b=2), right="b") == "a"
     assert left_out(stage(b=1, c=2, d=2), right="a") == "b", "it does not hold the stage"
     assert left_out(stage(b=1, c=2, d=2), right="abc") == "cd", "the first that does"
-    text = str(choose_left_out([stage(a=1, b=2, c=2)], trusted=[A])[B])
-    assert "of a, which is right, and of 1 of 3 replicas" in text
+    text = str(choose_excluded([stage(a=1, b=2, c=2)], trusted=[A])[B])
+    assert "of a, which this run trusts (1 of 3 replicas agree with it)" in text
 
 
 def test_one_stage_is_decided_at_a_time_and_ties_last() -> None:
@@ -98,7 +99,7 @@ def test_stages_that_share_weights() -> None:
     assert left_out(stage({"a": 1}, a=5), stage({"b": 2, "c": 2}, b=6, c=6), tied=True, guests="bc") == "a"
     assert left_out(stage({"a": 1}, a=5), stage({"b": 2}, b=6), stage({"c": 2}, c=7), tied=True) == "a"
     assert left_out(stage({"a": 1}, a=5), stage({"b": 2}, b=6), tied=True, right="b") == "a"
-    text = str(choose_left_out([stage({"a": 1}, a=5), stage({"b": 2}, b=6)], tied=True)[B])
+    text = str(choose_excluded([stage({"a": 1}, a=5), stage({"b": 2}, b=6)], tied=True)[B])
     assert text.startswith("stage 1: 'w' of b differ from those of stage 0, which shares them and is kept. ")
 
 
@@ -122,7 +123,7 @@ def test_whatever_servers_report_no_stage_is_emptied_and_guests_outvote_nobody(s
         gone: set[PeerId] = set()
         for _ in range(10):
             there = [{member: one[member] for member in one if member.peer_id not in gone} for one in stages]
-            found = choose_left_out(there, guests=guests)
+            found = choose_excluded(there, guests=guests)
             if not found:
                 break
             for peer in found:

@@ -54,20 +54,20 @@ class TrainerResults:
 
 @dataclass
 class AuditResults:
-    """The results of one run of audits."""
+    """The results of one audit order."""
 
-    order: int  # random; names this run of audits
+    order_id: int  # random; names this audit order
     seed: int  # seed of the sketches
     found: dict[tuple[Unit, PeerId], AuditResult] = field(default_factory=dict)  # unit, auditor -> findings
     sums: dict[Unit, StageProjection] = field(default_factory=dict)  # audited sums, by the same seed
     failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
-    # Auditor that answered pings but no audit, with the stage -> trainers that report it.
+    # (stage, auditor) -> trainers that report that it answers pings, but no audits.
     silent: defaultdict[Unit, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
 
 
-class AuditRun:
-    """Runs audits of one step's work."""
+class AuditOrders:
+    """Orders audits of one step's work, and collects their results."""
 
     def __init__(self, servers: ServerCalls, step: OpenStep, generation: int) -> None:
         self._servers, self._step, self._generation = servers, step, generation
@@ -115,22 +115,23 @@ class AuditRun:
         results = AuditResults(draw_challenge(), draw_challenge())
         if not assignments:
             return results
-        order, seed = results.order, results.seed
+        order_id, seed = results.order_id, results.seed
         # Each auditor has its own calls, so that a slow auditor delays no other auditor's work.
         await gather(
             self._order_all(trainer, results, compare, work)
             for (trainer, compare, _), work in self._by_trainer(assignments).items()
         )
-        results.found, results.failed = await self.ask(order, {(one.unit, one.auditor) for one in assignments}, seed)
+        about = {(one.unit, one.auditor) for one in assignments}
+        results.found, results.failed = await self.ask_findings(order_id, about, seed)
         results.sums, failed = await self.sketch({one.unit for one in assignments}, round_, seed)
         results.failed |= failed
         return results
 
-    async def ask(
-        self, order: int, about: Collection[tuple[Unit, PeerId]], seed: int
+    async def ask_findings(
+        self, order_id: int, about: Collection[tuple[Unit, PeerId]], seed: int
     ) -> tuple[dict[tuple[Unit, PeerId], AuditResult], dict[PeerId, SwarmError]]:
         """Ask auditors for their findings on units under an order, sketched by a seed; also return failed auditors."""
-        request = FindingsRequest(generation=self._generation, step=self._step.step, order=order, seed=seed)
+        request = FindingsRequest(generation=self._generation, step=self._step.step, order=order_id, seed=seed)
         found: dict[tuple[Unit, PeerId], AuditResult] = {}
         replies, failed = await self._servers.ask_all(FINDINGS, sorted({auditor for _, auditor in about}), request)
         for auditor, reply in replies.items():
@@ -146,13 +147,13 @@ class AuditRun:
         """Group the work by the calls that order it: (trainer, whether numbers are compared, auditor) -> work."""
         found: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
         for one in assignments:
-            for position, receipt in enumerate(one.receipts):
+            for index, receipt in enumerate(one.receipts):
                 work = AuditWork(
                     receipt=receipt,
                     stage_index=one.unit.stage_index,
                     audited=one.unit.peer,
                     auditor=one.auditor,
-                    place=position,
+                    place=index,  # among the work of its assignment
                 )
                 found[self._step.trainer_of(receipt[0]), one.compare, one.auditor].append(work)
         return found
@@ -164,9 +165,9 @@ class AuditRun:
             await self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
 
     async def _order(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
-        """Have a trainer send work to an auditor, and record the work without a copy, and the auditor's silence."""
+        """Have a trainer send work to an auditor; record the work that had no copy, and a silent auditor."""
         request = AuditOrder(
-            generation=self._generation, step=self._step.step, order=results.order, work=work, compare=compare
+            generation=self._generation, step=self._step.step, order=results.order_id, work=work, compare=compare
         )
         try:
             reply = await self._servers.ask(trainer, ORDER_AUDITS, request, num_timeouts=ROUND_TIMEOUTS)
@@ -178,6 +179,6 @@ class AuditRun:
             if item.auditor in reply.silent:
                 results.silent[Unit(item.stage_index, item.auditor)].add(trainer)
         undone = reply.undone
-        for place, reason in sorted(undone.items())[:1]:
-            one = work[place] if place < len(work) else None
+        for index, reason in sorted(undone.items())[:1]:  # index among the `work` of this request
+            one = work[index] if index < len(work) else None
             _log.warning("%d of %d audits were not done; the first: %s: %s", len(undone), len(work), one, reason)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_swarm.coordinator.audit.audit_run import AuditRun
+from lightning_swarm.coordinator.audit.audit_orders import AuditOrders
 from lightning_swarm.coordinator.audit.policy import Unit
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
@@ -59,9 +59,9 @@ class Servers:
         return dict.fromkeys(peers, replies[method]), {}
 
 
-def run() -> AuditRun:
+def run() -> AuditOrders:
     servers, step = Servers(), SimpleNamespace(step=0)
-    return AuditRun(servers, step, 0)  # type: ignore[arg-type]
+    return AuditOrders(servers, step, 0)  # type: ignore[arg-type]
 
 
 def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
@@ -73,7 +73,7 @@ def test_only_findings_that_were_asked_for_are_read(monkeypatch: Any) -> None:
         return {(first, 0, 0) for first, _, _ in packed}
 
     monkeypatch.setattr("lightning_swarm.coordinator.audit.disputes.unpack", unpack)
-    found, failed = asyncio.run(run().ask(1, [(Unit(0, A), B)], 1))
+    found, failed = asyncio.run(run().ask_findings(1, [(Unit(0, A), B)], 1))
     assert found.keys() == {(Unit(0, A), B)}
     assert not failed
     assert MANY not in read
