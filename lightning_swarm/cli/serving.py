@@ -20,7 +20,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.process import collecting_rarely, leaving_on_signals
 from lightning_swarm.network.access import Role
-from lightning_swarm.network.addresses import Address, HostPort, widest
+from lightning_swarm.network.addresses import Address, HostPort, most_reachable
 from lightning_swarm.peer.config import DEFAULT_LISTEN, DEFAULT_RUN_ID, SwarmConfig
 from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.process import owners_folder, with_kept_identity
@@ -142,7 +142,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         closing.callback(lambda: runtime.run(host.close()))
         closing.enter_context(leaving_on_signals(lambda _: runtime.post(host.leave)))
         runtime.run(host.open(_print_result))
-        address = widest([Address.parse(text) for text in runtime.run(transport.addresses())])
+        address = most_reachable([Address.parse(text) for text in runtime.run(transport.addresses())])
         _say_how_to_join(config, entry, address)
         runtime.run(host.until_left(_print_result))
     return 0
@@ -154,7 +154,7 @@ def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address)
     if owner is not None and not isinstance(owner, Owner):
         _print_result(f"Others can join here, too, by invitations from the model's owner: --join {address}")
         return
-    given = [] if config.is_local else ["--listen", config.listen.elsewhere]
+    given = [] if config.is_local else ["--listen", config.listen.listen_option_elsewhere]
     given += ["--trust", "open"] if config.trust == "open" else []
     given += ["--run-id", config.run_id] if config.run_id != DEFAULT_RUN_ID else []
     server: list[str] = []

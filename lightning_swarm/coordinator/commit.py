@@ -281,7 +281,7 @@ class StepCommit:
         convicted: Mapping[PeerId, str],
     ) -> Record:
         """Add the changes of the run's membership to a record."""
-        convicted = self._run.electorate.newly(convicted)
+        convicted = self._run.electorate.new_convictions(convicted)
         gone = {*gone, *convicted}
         newcomers = [one for one in newcomers if one.member.peer_id not in convicted]
         enlisted, retired = self._trainer_membership.changes(convicted)

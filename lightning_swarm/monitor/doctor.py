@@ -47,7 +47,7 @@ _MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # the first message of libp2p
 
 def probe_port(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
     """Check over a plain socket whether libp2p answers at an address. This does not tell which peer it is."""
-    at = str(address.place)
+    at = str(address.host_port)
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -166,7 +166,7 @@ async def _greet(
     transport: BaseTransport, address: Address, visitor: Visitor = ANYONE
 ) -> tuple[DialResult, GreetingResult | None]:
     """Connect to one address, and exchange greetings; the result names the obstacle where that fails."""
-    at, obstacle = str(address.place), Obstacle.IDENTITY
+    at, obstacle = str(address.host_port), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER
@@ -179,7 +179,7 @@ async def _greet(
     except DeadlineExceeded as error:
         return DialResult(at, Obstacle.SILENCE, str(error)), None
     except SwarmError as error:
-        found = await transport.identify(address.place.maddr) if obstacle is Obstacle.IDENTITY else None
+        found = await transport.identify(address.host_port.maddr) if obstacle is Obstacle.IDENTITY else None
         return DialResult(at, obstacle, f"it answers as {found}" if found else str(error)), None
 
 

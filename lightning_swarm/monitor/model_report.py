@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.readable import printable, short_name, size_text, table_lines
-from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.network.addresses import Address, most_reachable
 from lightning_swarm.protocol.messages.serving import ModelServers, ServerOffer
 
 _MAX_TERMS: Final = 6  # servers whose memory is listed one by one
@@ -67,7 +67,7 @@ def _server(peer: str, offer: ServerOffer, sizes: Sequence[int]) -> ObservedServ
     addresses = Address.parse_all(offer.addresses)
     return ObservedServer(
         peer_id=peer,
-        place=printable(str(widest(addresses).place)) if addresses else "an unknown place",
+        place=printable(str(most_reachable(addresses).host_port)) if addresses else "an unknown place",
         stages=tuple(offer.stages),
         weight_bytes=sum(sizes[offer.first_stage : offer.stages.stop]),
         free_text_bytes=offer.free_bytes,

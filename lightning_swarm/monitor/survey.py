@@ -25,7 +25,7 @@ from lightning_swarm.monitor.doctor import ANYONE, Visitor, probe_port, visit
 from lightning_swarm.monitor.model_report import ModelReport, summarize_model
 from lightning_swarm.monitor.swarm_report import Sighting, SwarmReport, summarize
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.network.addresses import Address, most_reachable
 from lightning_swarm.protocol.messages.reports import OtherPeer, OtherPeers, PeerReport
 from lightning_swarm.protocol.messages.serving import ModelServers
 from lightning_swarm.protocol.rpc import MODEL_SERVERS, OTHERS, PEER_REPORT
@@ -99,7 +99,7 @@ async def _ask(
 def place_of(addresses: Sequence[str]) -> str | None:
     """Return the host and port of a peer as printable text, if possible of an address that other machines can use."""
     parsed = Address.parse_all(addresses)
-    return printable(str(widest(parsed).place)) if parsed else None
+    return printable(str(most_reachable(parsed).host_port)) if parsed else None
 
 
 def watch_reports(

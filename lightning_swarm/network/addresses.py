@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 
 _SHORT: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})/(?P<peer>\w+)")
-_PLACE: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})")
+_HOST_PORT: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})")
 _LONG: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^\s/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>\w+)")
 # Loopback, link-local and private addresses, which several machines may share.
 _AMBIGUOUS: Final = tuple(
@@ -39,7 +39,7 @@ class HostPort:
     @classmethod
     def to_listen(cls, text: str) -> HostPort:
         """Read an IP address, or ``address:port``."""
-        found = _PLACE.fullmatch(text)
+        found = _HOST_PORT.fullmatch(text)
         host, port = (found["ip6"] or found["host"], int(found["port"])) if found else (text.strip("[]"), 0)
         if _ip_version(host) is None or port >= 1 << 16:
             raise ConfigError(
@@ -51,7 +51,7 @@ class HostPort:
     @classmethod
     def to_announce(cls, text: str) -> HostPort:
         """Read ``host:port``."""
-        found = _PLACE.fullmatch(text)
+        found = _HOST_PORT.fullmatch(text)
         if found is None or not 0 < int(found["port"]) < 1 << 16:
             raise ConfigError(
                 f"`announce` must be the address and the port at which others reach this peer, got {text!r}. "
@@ -59,15 +59,15 @@ class HostPort:
             )
         return cls(found["ip6"] or found["host"], int(found["port"]))
 
-    def further(self, rank: int) -> HostPort:
+    def for_rank(self, rank: int) -> HostPort:
         """Return the address of the machine's peer number `rank`, whose port is higher by `rank`."""
         return HostPort(self.host, self.port + rank if self.port else 0)
 
     @property
-    def elsewhere(self) -> str:
+    def listen_option_elsewhere(self) -> str:
         """The option `--listen` of another machine that listens on all of its addresses, with the same port."""
-        place = HostPort("::" if ":" in self.host else "0.0.0.0", self.port)
-        return str(place) if self.port else place.host
+        everywhere = HostPort("::" if ":" in self.host else "0.0.0.0", self.port)
+        return str(everywhere) if self.port else everywhere.host
 
     @property
     def is_loopback(self) -> bool:
@@ -84,7 +84,7 @@ class HostPort:
         )
 
     def check_answers_as(self, found: PeerId | None, own: PeerId) -> None:
-        """Raise a ConfigError if another peer was `found` at this address, which `own` announces; None: no peer was."""
+        """Raise a ConfigError unless the peer `found` at this address (None: nobody) is `own`, which announces it."""
         if found not in (None, own):
             raise ConfigError(
                 f"`announce` must name an address at which this peer answers: {self} answers as {found}, this peer is "
@@ -132,17 +132,17 @@ class Address:
         return cls(host, int(found["port"]), PeerId(found["peer"]))
 
     def __str__(self) -> str:
-        return f"{self.place}/{self.peer_id}"
+        return f"{self.host_port}/{self.peer_id}"
 
     @property
-    def place(self) -> HostPort:
+    def host_port(self) -> HostPort:
         """The host and port."""
         return HostPort(self.host, self.port)
 
     @property
     def maddr(self) -> str:
         """The multiaddress that libp2p uses."""
-        return f"{self.place.maddr}/p2p/{self.peer_id}"
+        return f"{self.host_port.maddr}/p2p/{self.peer_id}"
 
 
 def listen_error(host: str, port: int) -> OSError | OverflowError | None:
@@ -157,9 +157,9 @@ def listen_error(host: str, port: int) -> OSError | OverflowError | None:
     return None
 
 
-def widest(addresses: Sequence[Address]) -> Address:
+def most_reachable(addresses: Sequence[Address]) -> Address:
     """Choose one of a peer's addresses, preferably one that other machines can use."""
-    return min(addresses, key=lambda address: address.place.is_loopback)
+    return min(addresses, key=lambda address: address.host_port.is_loopback)
 
 
 def host_of(maddrs: Sequence[str]) -> str:

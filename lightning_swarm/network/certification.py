@@ -48,12 +48,12 @@ class Certification:
         if not self._gate.may_be_asked(peer, method):
             if not self._gate.is_certified(peer):
                 await self._certify_at(peer)
-            self._gate.check_may_be_asked(peer, method)
+            self._gate.check_before_asking(peer, method)
         try:
             return await ask()
         except Uncertified:
             await self._certify_at(peer)
-            self._gate.check_may_be_asked(peer, method)  # the peer's role may have changed
+            self._gate.check_before_asking(peer, method)  # the peer's role may have changed
         try:
             return await ask()
         # Not `Uncertified`: if a handler sends this request, the error goes on to the handler's caller, which would

@@ -45,7 +45,7 @@ class OpenAnswers:
     def enter(self, caller: PeerId, method: str) -> asyncio.Task[Any]:
         """Register the running task as an answer to a caller and return it, or refuse a caller that may not call."""
         if self.gate is not None:  # the permit may have changed while the request waited for room, or for tensors
-            self.gate.check_may_enter(caller, method)
+            self.gate.check_before_handler(caller, method)
         task = running_task()
         self._caller_of[task] = caller
         return task
@@ -53,7 +53,7 @@ class OpenAnswers:
     def check_cancelled(self, task: asyncio.Task[Any], caller: PeerId, method: str) -> None:
         """Raise the error for the caller if `end`, and no other code, has cancelled the task."""
         if self._ended.get(task) and not task.uncancel():  # else other code has cancelled it, too
-            self.check_may_be_answered(caller, method)
+            self.check_before_answer(caller, method)
             raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
 
     def leave(self, task: asyncio.Task[Any]) -> None:
@@ -62,7 +62,7 @@ class OpenAnswers:
         if self._ended:
             self._ended.pop(task, None)
 
-    def check_may_be_answered(self, caller: PeerId, method: str) -> None:
+    def check_before_answer(self, caller: PeerId, method: str) -> None:
         """Refuse an answer if the caller may not call any more. This finds expired certificates, too."""
         if self.gate is not None:
-            self.gate.check_may_be_answered(caller, method)
+            self.gate.check_before_answer(caller, method)

@@ -120,24 +120,6 @@ class Gatekeeper:
         if reason := self._why_cut_off(peer):
             raise Unreachable(f"{peer} is not asked any more: {reason}")
 
-    def check_may_be_answered(self, caller: PeerId, method: str) -> None:
-        """Before an answer is sent: refuse it if the caller has lost its permit since its request."""
-        # A caller whose permit was only dropped for lack of room still gets the answer.
-        if self.may_call(caller, method):
-            return
-        known = self._find(caller)
-        if reason := self._why_cut_off(caller):
-            self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
-        if known is not None:  # the caller has shown another certificate since its request
-            self.check_may_call(caller, method)
-
-    def check_may_enter(self, caller: PeerId, method: str) -> None:
-        """Before a request goes to its handler: refuse it if the caller's certificate does not permit it any more."""
-        if self.may_call(caller, method):
-            return
-        self.check_may_be_answered(caller, method)
-        self.check_may_call(caller, method)  # refuses even a forgotten caller, which can send the request again
-
     def _why_cut_off(self, peer: PeerId) -> str:
         """Return why a peer's certificate permits nothing any more; empty if no reason is known."""
         if self._find(peer) is not None:
@@ -178,8 +160,8 @@ class Gatekeeper:
             raise
         self._cut_off.pop(peer, None)
         del self._failing[peer]
-        may_call, answers = self._may_call[permit.role], self._answers[permit.role]
-        self._permits[peer] = _Known(certificate, permit, permit.expires_at_s, may_call, answers)
+        calls, answers = self._may_call[permit.role], self._answers[permit.role]
+        self._permits[peer] = _Known(certificate, permit, permit.expires_at_s, calls, answers)
         _keep_newest(self._permits, peer, _MAX_PERMITS)
         self.refusals.forget(peer)
         self._on_certified(peer)
@@ -240,7 +222,29 @@ class Gatekeeper:
         known = self._find(caller)
         return known is not None and method in known.calls
 
-    def check_may_call(self, caller: PeerId, method: str) -> None:
+    def may_be_asked(self, peer: PeerId, method: str) -> bool:
+        """Return whether a peer is known, and its certificate permits it to answer."""
+        known = self._find(peer)
+        return known is not None and method in known.answers
+
+    # A request's checks, in the order of its life. Here: `check_before_asking`. There: `check_size` (long messages),
+    # `check_on_arrival`, `check_before_handler`, `check_before_answer`.
+
+    def check_before_asking(self, peer: PeerId, method: str) -> None:
+        """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer."""
+        known = self._find(peer)
+        if known is None:
+            raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
+        rpc = self._rpcs.get(method)
+        if rpc is not None and method not in known.answers:  # the peer itself refuses a method that is not listed
+            raise Untrusted(_needs_role(peer, known.permit.role, f"be asked for `{method}`", rpc.of))
+
+    def check_size(self, caller: PeerId, num_bytes: int) -> None:
+        """Refuse a long message of a peer that has shown no certificate, before it is read."""
+        if num_bytes > STRANGER_BYTES and not self.is_certified(caller):
+            self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
+
+    def check_on_arrival(self, caller: PeerId, method: str) -> None:
         """As a request arrives: refuse it if the caller's certificate does not permit it, or was never shown."""
         if self.may_call(caller, method):
             return
@@ -253,27 +257,25 @@ class Gatekeeper:
         elif rpc is None:
             self.refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
         else:
-            self.refuse(caller, AccessDenied(_beyond(caller, known.permit.role, f"call `{method}`", rpc.by)))
+            self.refuse(caller, AccessDenied(_needs_role(caller, known.permit.role, f"call `{method}`", rpc.by)))
 
-    def check_size(self, caller: PeerId, num_bytes: int) -> None:
-        """Refuse a long message of a peer that has shown no certificate, before it is read."""
-        if num_bytes > STRANGER_BYTES and not self.is_certified(caller):
-            self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
+    def check_before_handler(self, caller: PeerId, method: str) -> None:
+        """Before a request goes to its handler: refuse it if the caller's certificate does not permit it any more."""
+        if self.may_call(caller, method):
+            return
+        self.check_before_answer(caller, method)
+        self.check_on_arrival(caller, method)  # refuses even a forgotten caller, which can send the request again
 
-    def may_be_asked(self, peer: PeerId, method: str) -> bool:
-        """Return whether a peer is known, and its certificate permits it to answer."""
-        known = self._find(peer)
-        return known is not None and method in known.answers
-
-    def check_may_be_asked(self, peer: PeerId, method: str) -> None:
-        """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer."""
-        # The checks of incoming requests are `check_may_call`, `check_may_enter` and `check_may_be_answered`.
-        known = self._find(peer)
-        if known is None:
-            raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
-        rpc = self._rpcs.get(method)
-        if rpc is not None and method not in known.answers:  # the peer itself refuses a method that is not listed
-            raise Untrusted(_beyond(peer, known.permit.role, f"be asked for `{method}`", rpc.of))
+    def check_before_answer(self, caller: PeerId, method: str) -> None:
+        """Before an answer is sent: refuse it if the caller has lost its permit since its request."""
+        if self.may_call(caller, method):
+            return
+        known = self._find(caller)
+        if reason := self._why_cut_off(caller):
+            self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
+        if known is not None:  # the caller has shown another certificate since its request
+            self.check_on_arrival(caller, method)
+        # Otherwise the caller was only forgotten for lack of room, so it still gets the answer.
 
     def refuse(self, caller: PeerId, error: AccessDenied) -> NoReturn:
         """Count a refusal, and raise its error."""
@@ -300,7 +302,7 @@ def banned(ban: Ban) -> str:
     return f"{what} from this run by its owner, who gives the reason: {printable(ban.reason) or 'none'}"
 
 
-def _beyond(peer: PeerId, role: Role, does: str, least: Role) -> str:
+def _needs_role(peer: PeerId, role: Role, does: str, least: Role) -> str:
     """Return the text of an error: what a peer `does` requires the role `least`, and the peer has another role."""
     return (
         f"the role {least} may {does}, and the certificate of {peer} is of the role {role}. Ask the run's owner for "

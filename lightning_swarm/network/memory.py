@@ -1,4 +1,4 @@
-"""A network within one process, for tests, on any loop: with the real framing and checksums, as over hivemind."""
+"""A network within one process, for tests, on any event loop, with the real framing and checksums, as over hivemind."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class _Wire(asyncio.ReadTransport):
         self._room = asyncio.Event()
         self._room.set()
         self._broken = False
-        self._departed = False  # whether the first buffer has waited for the latency; later buffers need not
+        self._has_waited_latency = False  # whether the first buffer has waited for the latency; later buffers need not
         self.damaged = False  # the next buffer will arrive with one bit flipped
 
     def pause_reading(self) -> None:
@@ -181,8 +181,8 @@ class _Wire(asyncio.ReadTransport):
 
     async def write(self, buffer: Buffer) -> None:
         """Carry one buffer to the other end, and wait for room for the next."""
-        if not self._departed:
-            self._departed = True
+        if not self._has_waited_latency:
+            self._has_waited_latency = True
             await self._network.wait_latency(self.sender, self.receiver)
         data = await self._network.carry(self.sender, self.receiver, buffer)
         if self.damaged:
@@ -284,7 +284,7 @@ class MemoryTransport(BaseTransport):
         remote._spawn(remote._serve_wires(self.peer_id, request, answer))
         try:
             channel = Channel(answer.reader, request.write)
-            return (await self._ask_over(channel, peer, method, message, max_bytes, exchange_id))[0]
+            return (await self._ask_over_channel(channel, peer, method, message, max_bytes, exchange_id))[0]
         finally:
             request.hang_up()
             answer.hang_up()

@@ -217,7 +217,7 @@ async def answer_to(
                 raise
             finally:
                 guard.leave(task)
-            guard.check_may_be_answered(served.caller, head.method)
+            guard.check_before_answer(served.caller, head.method)
         if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
             raise ProtocolError(
                 f"The answer to `{head.method}` brings {answer.num_tensor_bytes} bytes of tensors, "

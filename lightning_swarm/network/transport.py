@@ -56,8 +56,8 @@ _IDLE_TIMEOUT_S: Final = 60.0  # longer than callers keep idle streams, so that 
 
 # Limits on unanswered requests that no `admit` has accepted, for all callers together and for each caller: any peer
 # that knows this peer's address may send such requests.
-_STRANGERS_BYTES: Final = 512 << 20
-_STRANGER_BYTES: Final = 64 << 20
+_UNADMITTED_TOTAL_BYTES: Final = 512 << 20
+_UNADMITTED_PEER_BYTES: Final = 64 << 20
 _FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: each stream bounds their number
 
 
@@ -72,6 +72,11 @@ class BaseTransport(Transport):
 
     closed = False
 
+    # The paths of a request; the calls in brackets are only for large messages.
+    # - Out: `call`, `stream` -> `_ask_with_deadline` -> `_exchange_small` -> `_send_small` -> `_send_call`
+    #   [`_exchange_large` -> `_send_large` -> `_send_stream` -> `_ask_over_channel`], or `_call_own_handler`.
+    # - In: `_serve_call` [`_serve_channel`] -> `_handler_of` -> `_find_handler`, which checks the caller.
+
     def __init__(self, peer_id: PeerId, *, silence_s: float, receive_bytes: int = MAX_STREAM_BYTES) -> None:
         self.peer_id = peer_id
         self.traffic = Traffic()
@@ -85,11 +90,11 @@ class BaseTransport(Transport):
         self._stream_handlers: dict[str, tuple[StreamHandler, int, Admit | None]] = {}
         # Requests whose callers `admit` has accepted. Each caller may have half, which leaves room for other callers.
         self._budget = ByteBudget(receive_bytes, receive_bytes // 2)
-        self._strangers_budget = ByteBudget(_STRANGERS_BYTES, _STRANGER_BYTES)
-        self._asking = OpenExchanges()
-        self._answering = OpenAnswers()
-        self._running = RunningAnswers()
-        self._serving: set[asyncio.Task[Any]] = set()  # tasks that `close` cancels
+        self._unadmitted_budget = ByteBudget(_UNADMITTED_TOTAL_BYTES, _UNADMITTED_PEER_BYTES)
+        self._open_requests = OpenExchanges()
+        self._open_answers = OpenAnswers()
+        self._shared_answers = RunningAnswers()
+        self._tasks: set[asyncio.Task[Any]] = set()  # tasks that `close` cancels
         self._exchange_ids = itertools.count(1)  # 0 answers a message whose id could not be read
         self._liveness = Liveness(silence_s, self._ping, self._spawn)
         self._gate: Gatekeeper | None = None  # None: all peers may call, and are called
@@ -111,17 +116,19 @@ class BaseTransport(Transport):
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
         """See `Transport`."""
-        return (await self._ask(self._ask_small, peer, Kind.CALL, method, Message(body), 0, timeout)).body
+        return (
+            await self._ask_with_deadline(self._exchange_small, peer, Kind.CALL, method, Message(body), 0, timeout)
+        ).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
     ) -> Message:
         """See `Transport`."""
         is_small = max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES
-        send = self._ask_small if is_small else self._ask_large
-        return await self._ask(send, peer, Kind.STREAM, method, message, max_bytes, timeout)
+        send = self._exchange_small if is_small else self._exchange_large
+        return await self._ask_with_deadline(send, peer, Kind.STREAM, method, message, max_bytes, timeout)
 
-    async def _ask_large(
+    async def _exchange_large(
         self, exchange: Exchange, peer: PeerId, _kind: Kind, method: str, message: Message, max_bytes: int
     ) -> Message:
         """Exchange messages over a separate stream; repeat a request without tensors while no bytes move."""
@@ -141,7 +148,7 @@ class BaseTransport(Transport):
         )
         return answer
 
-    async def _ask_small(
+    async def _exchange_small(
         self, exchange: Exchange, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int
     ) -> Message:
         """Exchange messages that are small enough for the stream of the calls."""
@@ -170,7 +177,7 @@ class BaseTransport(Transport):
 
     def set_credentials(self, credentials: Credentials | None, rpcs: Iterable[Rpc] = ()) -> None:
         """From now on, answer and ask only certified peers, as `rpcs` permit their roles; None: all peers."""
-        self._gate = self._certification = self._answering.gate = None
+        self._gate = self._certification = self._open_answers.gate = None
         if credentials is not None:
             self._gate = Gatekeeper(
                 self.peer_id,
@@ -181,7 +188,7 @@ class BaseTransport(Transport):
                 on_banned=self._on_banned,
                 on_refused=lambda number: self.on_refused(number),  # noqa: PLW0108 - may be set later
             )
-            self._answering.gate = self._gate
+            self._open_answers.gate = self._gate
             self._certification = Certification(self._gate, self.call, self._spawn)
 
     def permit_of(self, peer: PeerId) -> Permit | None:
@@ -234,8 +241,8 @@ class BaseTransport(Transport):
 
     def _on_cut_off(self, peer: PeerId) -> None:
         """End all exchanges, in both directions, with a peer whose certificate permits nothing any more."""
-        self._answering.end(peer)
-        self._asking.end(peer)
+        self._open_answers.end(peer)
+        self._open_requests.end(peer)
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
@@ -270,9 +277,9 @@ class BaseTransport(Transport):
     async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
         method = ""
         try:
-            with self._counting(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
+            with self._reserving(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
                 head = framing.decode(request)
-                served = self._find(caller, head, joins=True)
+                served = self._handler_of(caller, head, joins=True)
                 head.check_size(served.max_bytes)
                 method = head.method
                 message = Message(head.body, framing.take_tensors(request, head))
@@ -290,36 +297,39 @@ class BaseTransport(Transport):
         return caller if self._gate is None or self._gate.is_certified(caller) else PeerId("")
 
     @contextmanager
-    def _counting(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
-        """Count the bytes of a call while it is answered, or refuse it as `Busy`."""
-        if not self._strangers_budget.take(caller, num_bytes):
-            raise Busy(f"calls of {caller} with {_STRANGER_BYTES} bytes, or of all peers with {_STRANGERS_BYTES}, wait")
+    def _reserving(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
+        """Reserve room for the bytes of a call while it is answered, or refuse it as `Busy`."""
+        if not self._unadmitted_budget.take(caller, num_bytes):
+            raise Busy(
+                f"too many unanswered bytes: at most {_UNADMITTED_PEER_BYTES} from one caller (here {caller}), and "
+                f"{_UNADMITTED_TOTAL_BYTES} from all"
+            )
         try:
             yield
         finally:
-            self._strangers_budget.release(caller, num_bytes)
+            self._unadmitted_budget.release(caller, num_bytes)
 
     def _check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a stranger's long message unread. The current gate decides, because a stream may outlive a gate."""
         if self._gate is not None:
             self._gate.check_size(caller, num_bytes)
 
-    def _find(self, caller: PeerId, head: Head, *, joins: bool = False) -> ServedMethod:
-        """Find the handler of a request; with `joins`, a repeat shares the answer of the request that it repeats."""
-        served = self._served(caller, head)
+    def _handler_of(self, caller: PeerId, head: Head, *, joins: bool = False) -> ServedMethod:
+        """Return the handler of a request. With `joins`, a repeat shares the answer of the request that it repeats."""
+        served = self._find_handler(caller, head)
         if joins:
-            served = served._replace(respond=self._running.joining(caller, head, served.respond))
+            served = served._replace(respond=self._shared_answers.joining(caller, head, served.respond))
         if self.tap is not None:
             served = served._replace(respond=self.tap.answer(caller, self.peer_id, head, served.respond))
         return served
 
-    def _served(self, caller: PeerId, head: Head) -> ServedMethod:
+    def _find_handler(self, caller: PeerId, head: Head) -> ServedMethod:
         """Find the handler of a request and its limits; refuse an unknown method, or a caller that may not call it."""
         guard = None
         if self._gate is not None and caller != self.peer_id:
-            self._gate.check_may_call(caller, head.method)
-            # The guard would refuse callers without a certificate, which may call the open methods.
-            guard = None if head.method in OPEN_METHODS else self._answering
+            self._gate.check_on_arrival(caller, head.method)
+            # The guard ends the answer if the caller loses its permit meanwhile. Open methods require no permit.
+            guard = None if head.method in OPEN_METHODS else self._open_answers
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
             async def respond(message: Message) -> Message:
@@ -330,14 +340,14 @@ class BaseTransport(Transport):
             on_stream, max_bytes, admit = entry
             if admit is not None:
                 admit(caller)
-            hold = (self._strangers_budget if admit is None else self._budget).hold_of(caller)
+            hold = (self._unadmitted_budget if admit is None else self._budget).hold_of(caller)
             return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold, caller, guard)
         raise ProtocolError(f"Peer {self.peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
-    async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
+    async def _call_own_handler(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Run this peer's own handler, under the limits that hold for other callers."""
         head = _describe(kind, method, message)
-        served = self._find(self.peer_id, head)
+        served = self._handler_of(self.peer_id, head)
         head.check_size(served.max_bytes)
         try:
             answer = await served.respond(message)
@@ -348,7 +358,7 @@ class BaseTransport(Transport):
         _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
         return answer
 
-    async def _ask_over(
+    async def _ask_over_channel(
         self, channel: Channel, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
     ) -> tuple[Message, bool]:
         """Send a message with tensors over a channel, as `ask` does; its bytes are counted, and are signs of life."""
@@ -356,7 +366,7 @@ class BaseTransport(Transport):
             with self._liveness.moving(peer, channel):
                 return await ask(channel, Kind.STREAM, exchange_id, method, message, max_bytes)
         finally:
-            self._count(peer, method, channel)
+            self._count_traffic(peer, method, channel)
 
     async def _serve_channel(self, channel: Channel, caller: PeerId, slot: StreamSlot | None = None) -> None:
         """Answer the messages with tensors that `caller` sends over a channel, and mark `slot` as busy meanwhile."""
@@ -364,16 +374,18 @@ class BaseTransport(Transport):
         def find(head: Head) -> ServedMethod:
             if slot is not None:
                 slot.begin()
-            return self._find(caller, head, joins=not head.payload_bytes)  # only requests without tensors are repeated
+            return self._handler_of(
+                caller, head, joins=not head.payload_bytes
+            )  # only requests without tensors are repeated
 
         def count(method: str, channel: Channel) -> None:
-            if slot is not None and slot.num_busy:  # else the bytes were no valid request, and `find` was not called
+            if slot is not None and slot.num_busy:  # else no valid request came, so `find` was not called
                 slot.end()
             # Unknown method names share one entry, or strangers could fill the memory by making up names.
             known = method in self._call_handlers or method in self._stream_handlers
-            self._count(self._account_of(caller), method if known else "", channel)
+            self._count_traffic(self._account_of(caller), method if known else "", channel)
 
-        holding = self._strangers_budget.hold_of(caller)
+        holding = self._unadmitted_budget.hold_of(caller)
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
             self._check_size(caller, num_bytes)
@@ -381,14 +393,14 @@ class BaseTransport(Transport):
 
         await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)
 
-    def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
+    def _count_traffic(self, peer: PeerId, method: str, channel: Channel) -> None:
         sent_bytes, received_bytes = channel.take_counts()
         if sent_bytes:
             self.traffic.sent_bytes[peer, method] += sent_bytes
         if received_bytes:
             self.traffic.received_bytes[peer, method] += received_bytes
 
-    async def _ask(
+    async def _ask_with_deadline(
         self,
         send: Callable[[Exchange, PeerId, Kind, str, Message, int], Awaitable[Message]],
         peer: PeerId,
@@ -406,9 +418,9 @@ class BaseTransport(Transport):
         exchange = Exchange(limit)
         try:
             async with limit:
-                self._asking[limit] = peer
+                self._open_requests[limit] = peer
                 if peer == self.peer_id:
-                    return await self._ask_self(kind, method, message, max_bytes)
+                    return await self._call_own_handler(kind, method, message, max_bytes)
                 self._liveness.watch(peer, exchange)
                 if self._certification is None:
                     return await send(exchange, peer, kind, method, message, max_bytes)
@@ -428,38 +440,38 @@ class BaseTransport(Transport):
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
         finally:
             self._liveness.forget(peer, exchange)
-            self._asking.pop(limit, None)
+            self._open_requests.pop(limit, None)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Start a task that `close` ends."""
         task = asyncio.create_task(coroutine)
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     @contextmanager
     def _ended_by_close(self) -> Iterator[None]:
         """Make `close` end the running task."""
         task = running_task()
-        self._serving.add(task)
+        self._tasks.add(task)
         try:
             yield
         finally:
-            self._serving.discard(task)
+            self._tasks.discard(task)
 
     def _break_off(self) -> None:
         """End all exchanges, in both directions, and allow no new exchange."""
         self.closed = True
         self._liveness.close()
-        for task in self._serving:
+        for task in self._tasks:
             task.cancel()
         if self._loop is not None and not self._loop.is_closed():
             # A test may kill a peer while no loop runs, but only a running loop can move deadlines.
-            self._loop.call_soon(self._asking.end)
+            self._loop.call_soon(self._open_requests.end)
 
     async def _wait_until_served(self) -> None:
         """Await the tasks that `_break_off` cancelled, except a handler that closes its own transport."""
-        cancelled = self._serving - {asyncio.current_task()}
+        cancelled = self._tasks - {asyncio.current_task()}
         if cancelled:
             await asyncio.wait(cancelled)
 

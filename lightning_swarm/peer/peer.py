@@ -18,7 +18,7 @@ from lightning_swarm.core.event_loop import Runtime, UntilStageLost
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, LinkEstimate, PeerId, TransferSample, Transport
-from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.network.addresses import Address, most_reachable
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
@@ -138,7 +138,7 @@ class Peer:
     @property
     def address(self) -> str:
         """The address of this peer, as `lightning-swarm join` takes it."""
-        return str(widest([Address.parse(text) for text in self.runtime.run(self.transport.addresses())]))
+        return str(most_reachable([Address.parse(text) for text in self.runtime.run(self.transport.addresses())]))
 
     def check_run_id(self) -> None:
         """Raise a ConfigError if the `initial_peers` belong to other runs; see `lead.check_run_id`."""

@@ -18,7 +18,7 @@ from typing import Final, cast
 
 from lightning_swarm.core import program
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.network.addresses import Address, HostPort, widest
+from lightning_swarm.network.addresses import Address, HostPort, most_reachable
 from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, SwarmConfig
 from lightning_swarm.peer.entry import Entry, further_identity
 from lightning_swarm.peer.kept_identity import PeerStart, keep_identity
@@ -51,9 +51,9 @@ _LAUNCH: Final = "SWARM_LAUNCH_ID"
 def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None, *, num_peers: int = 1) -> str:
     """Return instructions by which other peers join, or start the run that this server waits for."""
     # `num_peers` is the number of peers that a machine starts when it runs this program.
-    address = widest(addresses)
+    address = most_reachable(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
-    where = only_here if address.place.is_loopback else ""
+    where = only_here if address.host_port.is_loopback else ""
     if _is_command():
         words = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
     elif _is_interactive():
@@ -267,7 +267,7 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     return replace(
         config,
         role="both" if is_trainer() else "server",
-        listen=config.listen.further(local_rank),
-        announce=tuple(place.further(local_rank) for place in config.announce),
+        listen=config.listen.for_rank(local_rank),
+        announce=tuple(place.for_rank(local_rank) for place in config.announce),
         identity_path=identity_path,
     )

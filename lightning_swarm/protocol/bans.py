@@ -30,14 +30,14 @@ def answer_bans(
     members: Callable[[], Iterable[PeerId]] = tuple,  # the peers of this peer's run
     spawn: Callable[[Coroutine[Any, Any, None]], Awaitable[object]] | None = None,  # None: forward no bans
 ) -> None:
-    """Apply bans signed by the owner, from any sender, and forward them, because a banned coordinator would not."""
+    """Apply bans signed by the owner, from any sender, and forward them. A banned coordinator would not."""
 
     async def handle(caller: PeerId, signed: bytes) -> None:
         is_new = signed not in transport.bans
         known = bans_after(UNSET, transport.bans)
         if len(bans_after(known, [signed]) or ()) > MAX_BANS:
             raise AccessDenied(
-                f"a run keeps at most {MAX_BANS} bans, and has as many. Lifting one does not free its place."
+                f"a run keeps at most {MAX_BANS} bans, and this run has reached that number. A lifted ban still counts."
             )
         transport.ban(signed)
         if signed not in transport.bans:
@@ -88,11 +88,11 @@ def bans_in(bans: Bans) -> list[SignedBan]:
 def banned_among(peers: Iterable[PeerId], bans: Bans, used: Used) -> set[PeerId]:
     """Return the peers that are banned themselves, or used only banned invitations. Pure."""
     subjects = {ban.subject for ban in bans_in(bans)}
-    came = defaultdict[PeerId, set[str]](set)
+    invitations_of = defaultdict[PeerId, set[str]](set)
     for one in used or ():
         for peer in one.peers:
-            came[peer].add(one.number.hex())
-    return {peer for peer in peers if peer in subjects or (peer in came and came[peer] <= subjects)}
+            invitations_of[peer].add(one.number.hex())
+    return {peer for peer in peers if peer in subjects or (peer in invitations_of and invitations_of[peer] <= subjects)}
 
 
 def _read(signed: bytes) -> SignedBan:

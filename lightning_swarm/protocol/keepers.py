@@ -31,8 +31,8 @@ from lightning_swarm.protocol.settings import RunSettings
 ONLY_KEEPERS: Final = "in an audited run only keepers vote, coordinate and lead"
 
 KEEPERS_REMEDY: Final = (
-    f"{ONLY_KEEPERS}, and most of those that vote must live: have three or more of them, by `lightning-swarm invite "
-    "--role keeper`"
+    f"{ONLY_KEEPERS}, and a majority of the voters must be alive: have three or more keepers, by `lightning-swarm "
+    "invite --role keeper`"
 )
 
 
@@ -52,7 +52,7 @@ def check_shown_by_keeper(transport: Transport, peer: PeerId, view: RunView) -> 
     if not view.manifest.settings.is_audited:
         return
     if is_certified_keeper(transport, peer) is False or peer not in (view.seats.keepers or ()):
-        raise Untrusted(f"an audited run is shown to those that join by one of its keepers, and {peer} is none")
+        raise Untrusted(f"only a keeper may show an audited run to joining peers, and {peer} is none of its keepers")
 
 
 def keepers_after(keepers: Keepers, new: Keepers) -> Keepers:
@@ -101,7 +101,7 @@ class Electorate:
         """Return whether a peer is, or was, a keeper."""
         return peer in (self.keepers or ())
 
-    def newly(self, convicted: Mapping[PeerId, str]) -> dict[PeerId, str]:
+    def new_convictions(self, convicted: Mapping[PeerId, str]) -> dict[PeerId, str]:
         """Return the convictions that the next record adds: of peers that are not excluded yet, and are no keepers."""
         # Keepers are trusted, so false work means a broken machine: they leave the run, but may join again.
         known = {*self.convicted, *(self.keepers or ())}
@@ -124,7 +124,7 @@ class Electorate:
         """Raise `AccessDenied`, with the reason, if a peer was convicted."""
         if (reason := self.convicted.get(peer)) is not None:
             raise AccessDenied(
-                "a convicted peer takes no part in the run any more, nor in runs from its checkpoints, and "
+                "a convicted peer may not take part in the run, nor in runs from its checkpoints, and "
                 f"{peer} was convicted: {printable(reason)}. If its machine computes wrongly, repair that, and ask the "
                 "run's owner for an invitation for another identity."
             )
@@ -136,35 +136,34 @@ class Electorate:
         )
 
     def check(self, record: Record, settings: RunSettings) -> None:
-        """Refuse a record with keepers that are not among its newcomers, or with convictions that are not allowed."""
-        # It may roll the run back only together with a conviction.
+        """Refuse a record that names keepers or convicts peers against the rules, or rolls back without conviction."""
         new = {one.member.peer_id for one in record.newcomers}
         named = record.keepers or ()
         if named and not (self.has_strangers and new.issuperset(named) and len(set(named)) == len(named)):
             raise ProtocolError(
-                f"a record names those of its newcomers as keepers whose certificates say so, once, and only where "
-                f"keepers decide; record {record.step} names {named[:5]}"
+                "a record may name as keepers only its newcomers that have a keeper's certificate, each once, and only "
+                f"in an audited run; record {record.step} names {named[:5]}"
             )
         convicted = [one.peer for one in record.convicted or ()]
         if convicted and not settings.is_audited:
-            raise ProtocolError(f"only an audited run convicts peers; record {record.step} has {convicted[:5]}")
+            raise ProtocolError(f"only an audited run may convict peers; record {record.step} has {convicted[:5]}")
         if record.goes_back and not (convicted and settings.goes_back):
             raise ProtocolError(
-                f"a run whose `on_conviction` is 'go_back' does so when it convicts somebody; this one's is "
-                f"{settings.on_conviction!r}, and record {record.step} convicts {convicted[:5]}"
+                "a record may roll the run back only if it convicts a peer and `on_conviction` is 'go_back'; here it "
+                f"is {settings.on_conviction!r}, and record {record.step} convicts {convicted[:5]}"
             )
         if len(set(convicted)) != len(convicted):
-            raise ProtocolError(f"a record convicts each peer once; record {record.step} has {convicted[:5]}")
+            raise ProtocolError(f"a record must convict each peer once; record {record.step} has {convicted[:5]}")
 
 
 def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:
     """Refuse convicted peers among the members, the `new` trainers and the keepers."""
     convicted = {one.peer for one in seats.convicted or ()}
     if wrong := sorted(convicted & {*(seats.keepers or ())}):
-        raise ProtocolError(f"keepers convict, and are not convicted, got {wrong[:5]}")
+        raise ProtocolError(f"a keeper cannot be convicted, got {wrong[:5]}")
     present = {member.peer_id for roster in seats.rosters for member in roster} | {*new}
     if wrong := sorted(convicted & present):
-        raise ProtocolError(f"a convicted peer takes no part in the run any more, got {wrong[:5]} among its members")
+        raise ProtocolError(f"a convicted peer may not take part in the run, got {wrong[:5]} among its members")
 
 
 def check_begun_by_keepers(manifest: Manifest) -> None:
@@ -173,6 +172,6 @@ def check_begun_by_keepers(manifest: Manifest) -> None:
     others = [peer for peer in deciding if not may_decide(peer, manifest.keepers)]
     if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.is_audited:
         raise ProtocolError(
-            f"an audited run names its keepers, who alone decide, and no other run does; run {manifest.run_id!r} names "
-            f"{(manifest.keepers or [])[:5]}, and is to be decided by {others[:5]}, too"
+            "an audited run must name its keepers, and only they may coordinate, vote and lead; other runs name none. "
+            f"Run {manifest.run_id!r} names {(manifest.keepers or [])[:5]}; not keepers: {others[:5]}"
         )

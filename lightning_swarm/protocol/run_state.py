@@ -35,10 +35,10 @@ from lightning_swarm.protocol.messages.run import (
     RunView,
     SeatedMembers,
     Term,
-    TiedTensors,
 )
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
+from lightning_swarm.protocol.tied_tensors import TiedTensors
 
 
 def check_open(manifest: Manifest) -> None:

@@ -20,9 +20,10 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
+from lightning_swarm.protocol.messages.run import Member, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.rpc import AVERAGE
+from lightning_swarm.protocol.tied_tensors import TiedTensors
 from lightning_swarm.server.averaging.all_reduce import (
     AveragingFailed,
     AveragingResult,

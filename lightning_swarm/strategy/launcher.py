@@ -355,7 +355,7 @@ class SwarmLauncher(MachineLauncher):
             self._num_threads = _share_cores(self._num_peers)
         self._entry = self._own_entry()
         if self._strategy.config.initial_peers:
-            places = " and ".join(str(address.place) for address in self._strategy.config.initial_peers)
+            places = " and ".join(str(address.host_port) for address in self._strategy.config.initial_peers)
             rank_zero_info(f"Connecting to {places}.")
         peer = self._strategy.peer = hivemind_peer(self._strategy.config, self._entry)
         if first:

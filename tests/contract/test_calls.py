@@ -325,8 +325,8 @@ def test_the_bytes_of_calls_that_one_peer_may_have_under_way_are_bounded(world: 
     world.run(friend.transport.connect(world.run(victim.transport.addresses())))
     body = b"x" * (SMALL_BYTES + 1)
     budget = ByteBudget(1 << 30, 2 * len(body) + SMALL_BYTES)
-    assert isinstance(victim.transport._strangers_budget, ByteBudget)  # type: ignore[attr-defined]
-    victim.transport._strangers_budget = budget  # type: ignore[attr-defined]
+    assert isinstance(victim.transport._unadmitted_budget, ByteBudget)  # type: ignore[attr-defined]
+    victim.transport._unadmitted_budget = budget  # type: ignore[attr-defined]
     num_held, all_held, released = 0, asyncio.Event(), asyncio.Event()
 
     async def hold(caller: PeerId, body: bytes) -> bytes:

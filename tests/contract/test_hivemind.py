@@ -375,7 +375,7 @@ def test_calls_that_were_given_up_are_forgotten(world: HivemindWorld) -> None:
 
         world.b.transport.handle_call("sleepy", sleepy)
         await world.a.transport.ping(world.b.id)
-        serving = world.b.transport._serving  # type: ignore[attr-defined]
+        serving = world.b.transport._tasks  # type: ignore[attr-defined]
         before = set(serving)
         with pytest.raises(DeadlineExceeded):
             await world.a.transport.call(world.b.id, "sleepy", b"", timeout=0.2)

@@ -251,7 +251,7 @@ def test_what_one_peer_may_have_under_way_is_bounded_and_others_are_not_held_up(
     victim, friend = world.another(world.a), world.another()
     world.run(friend.transport.connect(world.run(victim.transport.addresses())))
     budget = ByteBudget(1 << 30, 5 << 20)
-    name = "_budget" if is_admitted else "_strangers_budget"
+    name = "_budget" if is_admitted else "_unadmitted_budget"
     assert isinstance(getattr(victim.transport, name), ByteBudget)
     setattr(victim.transport, name, budget)
     admit = (lambda caller: None) if is_admitted else None

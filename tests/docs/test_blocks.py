@@ -228,7 +228,7 @@ def peers_can_join(block: Block) -> None:
     """Compare the lines that a starter of the quickstart's script prints."""
     said = block.text.replace("12D3KooW...", PEER_ID)
     address = Address.parse(said.partition("lightning-swarm join ")[2].split()[0])
-    is_invited = not address.place.is_loopback
+    is_invited = not address.host_port.is_loopback
     config = lightning_swarm.SwarmStrategy(listen="0.0.0.0:31337" if is_invited else "127.0.0.1").config
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(sys, "argv", ["train.py"])

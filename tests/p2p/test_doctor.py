@@ -61,18 +61,18 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
     with socket.create_server(("127.0.0.1", 0)) as blocking, socket.create_server(("127.0.0.1", 0)) as freed:
         taken, free = (server.getsockname()[1] for server in (blocking, freed))
         freed.close()
-        addresses = [skewed_peer, f"127.0.0.1:{free}/{NOBODY}", f"{skewed_peer.place}/{NOBODY}"]
+        addresses = [skewed_peer, f"127.0.0.1:{free}/{NOBODY}", f"{skewed_peer.host_port}/{NOBODY}"]
         lines = doctor("--port", taken, *(part for address in addresses for part in ("--peer", address)))
     wrong = {line: lines[number + 1] for number, line in enumerate(lines) if line.startswith("WRONG")}
     port, refused, clock, other = wrong
     assert f"port: 127.0.0.1, port {taken}: [Errno 98] Address already in use" in port
     assert "-> End the program that listens there" in wrong[port]
     assert f"peer 127.0.0.1:{free}: its machine refuses the connection" in refused
-    assert f"ok     peer {skewed_peer.place}: reachable, round trip " in "\n".join(lines)
-    [ahead_s] = re.findall(rf"clock: {skewed_peer.place} is (\S+) s ahead of this machine, at most 3 s", clock)
+    assert f"ok     peer {skewed_peer.host_port}: reachable, round trip " in "\n".join(lines)
+    [ahead_s] = re.findall(rf"clock: {skewed_peer.host_port} is (\S+) s ahead of this machine, at most 3 s", clock)
     assert float(ahead_s) == pytest.approx(AHEAD_S, abs=MOST_SKEW_S)
     assert "-> Set the clock that is wrong" in wrong[clock]
-    assert f"peer {skewed_peer.place}: another peer than the address says listens there" in other
+    assert f"peer {skewed_peer.host_port}: another peer than the address says listens there" in other
     assert f"it answers as {skewed_peer.peer_id}" in other
     assert lines[-1] == "4 to mend."
 
@@ -88,7 +88,7 @@ def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, ca
             f"127.0.0.1:{free}/{own}": "its machine refuses the connection ([Errno 111] Connection refused). Check",
             f"127.0.0.1:{taken}/{own}": "what listens there is no peer. Check the port: another program has it.",
             f"nobody.invalid:31337/{own}": "its name does not resolve",
-            f"{skewed_peer.place}/{NOBODY}": f"listens there (it answers as {own}). Copy the address again",
+            f"{skewed_peer.host_port}/{NOBODY}": f"listens there (it answers as {own}). Copy the address again",
         }
         for address, said in wrong.items():
             config = SwarmStrategy(num_stages=2, initial_peers=address).config
@@ -103,7 +103,7 @@ def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, ca
 
 def test_an_announced_address_of_another_peer_is_refused(skewed_peer: Address) -> None:
     """This happens if a script that names the first machine's address runs on another machine."""
-    place = str(skewed_peer.place)
+    place = str(skewed_peer.host_port)
     config = SwarmStrategy(num_stages=2, initial_peers=str(skewed_peer), announce=place, trust="open").config
     with pytest.raises(
         ConfigError, match=rf"{place} answers as {skewed_peer.peer_id}, this peer is 12D3KooW"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
-from lightning_swarm.protocol.messages.run import Manifest, Selection, StageManifest, TiedTensors, first_trained
+from lightning_swarm.protocol.messages.run import Manifest, Selection, StageManifest, first_trained
+from lightning_swarm.protocol.tied_tensors import TiedTensors
 
 
 def check_auditable(manifest: Manifest) -> None:

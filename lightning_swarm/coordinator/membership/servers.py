@@ -333,7 +333,7 @@ class ServerMembership:
         async def check(place: HostPort) -> None:
             place.check_answers_as(await self._transport.identify(place.maddr), own)
 
-        places = {address.place for address in Address.parse_all(candidate.addresses[:_MAX_PLACES])}
+        places = {address.host_port for address in Address.parse_all(candidate.addresses[:_MAX_PLACES])}
         await gather(check(place) for place in places if place.is_unique)
 
     async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> None:

@@ -106,7 +106,7 @@ class SumReconciliation:
         self._arithmetic = context.arithmetic
         # Server -> the false work that convicted it. It stays excluded if a rollback comes before the record.
         self.convicted = context.oversight.convicted
-        for peer, reason in run.electorate.newly(self.convicted).items():
+        for peer, reason in run.electorate.new_convictions(self.convicted).items():
             self.step_servers.exclude(peer, ProtocolError(reason))
         self._tainted: set[int] = set()  # places of batches that passed servers with false work or wrong weights
         self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}  # peer -> stage -> load, once closed

@@ -80,7 +80,7 @@ async def start(
 
 async def _check_answers(transport: HivemindTransport, place: str) -> None:
     """Refuse an announced address, ``/ip4/…/tcp/…``, at which another peer answers."""
-    there = Address.parse(f"{place}/p2p/{transport.peer_id}").place
+    there = Address.parse(f"{place}/p2p/{transport.peer_id}").host_port
     there.check_answers_as(await transport.identify(place), transport.peer_id)
 
 

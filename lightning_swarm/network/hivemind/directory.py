@@ -74,7 +74,8 @@ class HivemindDirectory(Directory):
         check_record(key, value, ttl_s)
         self._check_open()
         expires_at = time.time() + ttl_s
-        # hivemind keeps the record that lives longest, so a new record must outlive the old. It also has its real end.
+        # hivemind keeps the record that lives longest, so a new record must outlive the old.
+        # The record itself contains the real expiry.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
         key_id = DHTID.generate(source=key)
@@ -85,7 +86,7 @@ class HivemindDirectory(Directory):
                 key, record, stored_until, subkey=self._transport.peer_id, exclude_self=True
             ):
                 raise Unreachable(
-                    f"No other peer stored what {self._transport.peer_id} announced under {key!r}.{self._why}"
+                    f"No other peer stored what {self._transport.peer_id} announced under {key!r}.{self._rsa_hint}"
                 )
         # Also stored here, because other peers may leave or not have come yet: joining peers receive this copy.
         self._node.protocol.storage.store(
@@ -111,14 +112,14 @@ class HivemindDirectory(Directory):
         self._node.is_alive = False
         if (refreshing := self._node.cache_refresh_task) is not None:
             refreshing.cancel()
-        # hivemind's shutdown calls the daemon, and would wait for ever if the daemon is dead.
+        # hivemind's shutdown calls the daemon, and would wait forever if the daemon is dead.
         if not self._transport.closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):
                     await self._node.shutdown()
 
     @property
-    def _why(self) -> str:
+    def _rsa_hint(self) -> str:
         if self._identity.can_sign:
             return ""
         return " Its key is RSA, so peers on other machines cannot verify it. Name another file for `identity_path`."

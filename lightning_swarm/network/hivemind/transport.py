@@ -167,7 +167,7 @@ class HivemindTransport(BaseTransport):
         try:
             answer, _ = await ask(stream.channel, Kind.CALL, next(self._exchange_ids), INTRODUCE, Message(), 0)
         finally:
-            self._count(peer, INTRODUCE, stream.channel)
+            self._count_traffic(peer, INTRODUCE, stream.channel)
             stream.close()
         return answer.body
 
@@ -178,7 +178,7 @@ class HivemindTransport(BaseTransport):
         self, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
     ) -> Message:
         async with self._pool.lease(peer) as stream:
-            answer, fit = await self._ask_over(stream.channel, peer, method, message, max_bytes, exchange_id)
+            answer, fit = await self._ask_over_channel(stream.channel, peer, method, message, max_bytes, exchange_id)
             if fit and not self.closed:
                 self._pool.keep(peer, stream)
             return answer

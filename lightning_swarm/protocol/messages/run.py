@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -60,7 +59,7 @@ def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) 
     return len(stages)
 
 
-MAX_RUNS = 1 << 16  # most changes of the batch size within an epoch
+MAX_SIZE_CHANGES = 1 << 16  # most changes of the batch size within an epoch
 MAX_PLAN_METRICS = 256
 MAX_METRIC_BYTES = 4096  # size of a plan's metrics and their names, because all plans must fit into one message
 MAX_PLANS = 64  # most epochs that one step may span; their plans fit into one message
@@ -69,7 +68,9 @@ Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 BatchNumber = tuple[Epoch, Index]  # an index equal to the epoch's number of batches means the end of the epoch
 # `(samples of each batch, number of such batches)`, one after the other.
-Sizes = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Index]], msgspec.Meta(max_length=MAX_RUNS)]
+Sizes = Annotated[
+    list[tuple[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Index]], msgspec.Meta(max_length=MAX_SIZE_CHANGES)
+]
 Bits = Annotated[bytes, msgspec.Meta(max_length=1 << 13)]
 
 
@@ -375,7 +376,7 @@ class RestartRequest(WireMessage, frozen=True):
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A new coordinator announces its term, and the server answers its own; a leaving one asks for a takeover."""
+    """A new coordinator announces its term, or one that leaves asks for a takeover; the server answers its own term."""
 
     # The message carries no voters' promises, because promises are not signed. The server asks the voters instead.
 
@@ -405,7 +406,7 @@ class WatchReply(WireMessage, frozen=True):
 
 
 class StepRequest(WireMessage, frozen=True):
-    """Names the step of which another peer is asked for its record, the record's digest, or the results received."""
+    """Asks another peer about a step: its record, the record's digest, or the results received in it."""
 
     generation: Count
     step: Count
@@ -415,66 +416,3 @@ class RecordDigestReply(WireMessage, frozen=True):
     """The coordinator's digest of a record, by which a joining server checks the record that its donor sent."""
 
     digest: Sha256  # digest of the record's encoding
-
-
-# Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each stage sums its own
-# part of the gradient, and the parts together are the gradient that one machine would have. All stages take the same
-# step with it, so the parameter stays the same in all of them.
-class TiedTensors:
-    """The parameters that several stages of a run hold."""
-
-    def __init__(self, stages: Sequence[StageManifest]) -> None:
-        self._sizes = [{name: math.prod(shape) for name, shape, _ in stage.parameters} for stage in stages]
-        holders: dict[str, list[int]] = {}
-        for index, sizes in enumerate(self._sizes):
-            for name in sizes:
-                holders.setdefault(name, []).append(index)
-        # parameter -> all stages that hold it
-        self._holders = {name: indices for name, indices in holders.items() if len(indices) > 1}
-
-    def __bool__(self) -> bool:
-        return bool(self._holders)
-
-    def of(self, index: int) -> list[str]:
-        """Return the tied parameters of a stage."""
-        return [name for name in self._sizes[index] if name in self._holders]
-
-    def groups(self) -> list[Sequence[int]]:
-        """Return the groups of stages that share a parameter, each once."""
-        return [list(group) for group in sorted(set(map(tuple, self._holders.values())))]
-
-    def partners(self, index: int, trained: Collection[str]) -> list[int]:
-        """Return the other stages that share a trained parameter with this one."""
-        names = self._holders.keys() & self._sizes[index].keys() & set(trained)
-        return sorted({holder for name in names for holder in self._holders[name]} - {index})
-
-    def places(self, index: int, trained: Collection[str]) -> dict[str, slice]:
-        """Locate the tied parameters in a stage's flat gradient, which has its trained parameters in its order."""
-        found, begin = {}, 0
-        for name in self.trainable(index, trained):
-            end = begin + self._sizes[index][name]
-            if name in self._holders:
-                found[name] = slice(begin, end)
-            begin = end
-        return found
-
-    def counted(self, index: int, trained: Collection[str]) -> list[slice]:
-        """Locate the parts of a stage's gradient that count in its norm: tied parameters count in their first stage."""
-        foreign = [place for name, place in self.places(index, trained).items() if self._holders[name][0] != index]
-        length = sum(self._sizes[index][name] for name in self.trainable(index, trained))
-        bounds = [0, *(bound for place in foreign for bound in (place.start, place.stop)), length]
-        return [slice(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
-
-    def trainable(self, index: int, trained: Collection[str]) -> list[str]:
-        """Return the trained parameters of a stage, in its order."""
-        return [name for name in self._sizes[index] if name in trained]
-
-    def touched(self, index: int, trained: Collection[str], flags: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Return for each trained parameter of a stage whether any stage gave it a gradient; `flags`: each stage's."""
-        names = {
-            name
-            for holder, own in flags.items()
-            for name, has_gradient in zip(self.trainable(holder, trained), own, strict=True)
-            if has_gradient
-        }
-        return [name in names for name in self.trainable(index, trained)]

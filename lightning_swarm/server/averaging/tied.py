@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.protocol.compression import to_message
-from lightning_swarm.protocol.messages.run import TiedTensors
+from lightning_swarm.protocol.tied_tensors import TiedTensors
 from lightning_swarm.server.averaging.all_reduce import AveragingResult, Compute, Group, add_up, squared_norm, taken
 
 _SHARE: Final = "tied"
@@ -65,8 +65,8 @@ class TiedMeans:
 
     def _shares(self, means: Mapping[int, Tensor]) -> Shares:
         """Return the parts of these stages' means that belong to tied parameters; no stage without any."""
-        places = {index: self.ties.places(index, self.trained) for index in means}
-        return {i: {name: means[i][place] for name, place in own.items()} for i, own in places.items() if own}
+        slices = {index: self.ties.slices(index, self.trained) for index in means}
+        return {i: {name: means[i][part] for name, part in own.items()} for i, own in slices.items() if own}
 
     async def _with_others(self, own: Shares, asked: int) -> Shares:
         """Return the shares of all stages that are tied to these, in the order of the stages.
@@ -81,7 +81,7 @@ class TiedMeans:
         return dict(sorted({**own, **dict(zip(others, fetched, strict=True))}.items()))
 
     async def _taken(self, index: int, asked: int, like: Tensor) -> dict[str, Tensor]:
-        sizes = {name: place.stop - place.start for name, place in self.ties.places(index, self.trained).items()}
+        sizes = {name: part.stop - part.start for name, part in self.ties.slices(index, self.trained).items()}
         group = self.group(index)
         patient = replace(group, timeout=_PATIENCE * group.timeout)
         share = await taken(patient, asked % len(group.roster), _SHARE, like=like, length=sum(sizes.values()))
@@ -90,11 +90,11 @@ class TiedMeans:
     def _added_up(self, index: int, mean: Tensor, shares: Shares) -> Tensor:
         """Return a stage's mean with the sum of all shares at its tied parameters."""
         total = mean.clone()  # the mean may still be in transit
-        for name, place in self.ties.places(index, self.trained).items():
-            total[place] = 0.0
+        for name, part in self.ties.slices(index, self.trained).items():
+            total[part] = 0.0
             for share in shares.values():
                 if name in share:
-                    total[place] += share[name]
+                    total[part] += share[name]
         return total
 
     def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.protocol.messages.run import MAX_RUNS, EpochPlan
+from lightning_swarm.protocol.messages.run import MAX_SIZE_CHANGES, EpochPlan
 
 
 class EpochListing:
@@ -28,10 +28,10 @@ class EpochListing:
         if not all(lengths):
             raise ConfigError(f"a batch must have at least one sample, and number {lengths.index(0)} has none.")
         self.sizes = [(size, len(list(group))) for size, group in groupby(lengths)]
-        if len(self.sizes) > MAX_RUNS:
+        if len(self.sizes) > MAX_SIZE_CHANGES:
             raise ConfigError(
-                f"the sizes of an epoch's batches may change {MAX_RUNS} times, they do {len(self.sizes)} times. Sort "
-                "batches by size, or share the data yourself with `use_distributed_sampler=False`."
+                f"the sizes of an epoch's batches may change {MAX_SIZE_CHANGES} times, they do {len(self.sizes)} "
+                "times. Sort batches by size, or share the data yourself with `use_distributed_sampler=False`."
             )
         flat = [index for batch in listed for index in batch]
         plain = all(type(index) is int for index in flat)

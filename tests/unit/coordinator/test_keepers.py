@@ -35,7 +35,7 @@ from tests.unit.swarm import TIMEOUTS, Swarm, rows
 
 A, B, C, D, K = map(PeerId, "abcdk")
 ONLY = "in an audited run only keepers vote, coordinate and lead"
-REMEDY = rf"{ONLY}, and most of those that vote must live.*lightning-swarm invite --role keeper"
+REMEDY = rf"{ONLY}, and a majority of the voters must be alive.*lightning-swarm invite --role keeper"
 LIMITS = Limits(call_timeout=30.0, silence_timeout=10.0, stage_timeout=600.0)
 
 
@@ -258,7 +258,7 @@ def test_a_record_names_newcomers_alone_as_keepers_and_only_where_they_decide(ma
     check_record(run, named)
     assert run.members_after(named).keepers == [TRAINER, A, K]
     for wrong in (replaced(named, keepers=[B]), replaced(named, keepers=[K, K]), replaced(named, newcomers=[])):
-        with pytest.raises(ProtocolError, match="a record names those of its newcomers as keepers"):
+        with pytest.raises(ProtocolError, match="a record may name as keepers only its newcomers"):
             check_record(run, wrong)
     swarm = make_swarm("a b c", "d b c")
     record = swarm.run(step(swarm, 0))
@@ -280,7 +280,7 @@ def test_a_run_is_begun_by_keepers_or_refused(make_swarm: MakeSwarm) -> None:
         (replaced(plain, keepers=[TRAINER, A]), TRAINER),  # not audited
     ]
     for one, caller in wrong:
-        with pytest.raises(ProtocolError, match="an audited run names its keepers, who alone decide"):
+        with pytest.raises(ProtocolError, match="an audited run must name its keepers, and only they may"):
             me.check_admits(caller, one)
 
 
@@ -352,7 +352,7 @@ def test_a_joiner_believes_keepers_alone(make_swarm: MakeSwarm, caplog: pytest.L
 
     with caplog.at_level(logging.INFO):
         swarm.run(enter())
-    assert "an audited run is shown to those that join by one of its keepers, and b is none" in caplog.text
+    assert "only a keeper may show an audited run to joining peers, and b is none of its keepers" in caplog.text
     assert server.membership.is_member
 
 

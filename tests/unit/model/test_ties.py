@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_swarm.protocol.messages.run import StageManifest, TiedTensors
+from lightning_swarm.protocol.messages.run import StageManifest
+from lightning_swarm.protocol.tied_tensors import TiedTensors
 
 SIZES = {"embed": [4, 2], "first": [3], "second": [5], "last": [2], "shared": [], "cold": [7]}
 
@@ -29,10 +30,10 @@ def test_what_stages_have_in_common() -> None:
 
 def test_where_they_are_in_flat_gradients() -> None:
     ties = TiedTensors(STAGES)
-    assert ties.places(0, TRAINED) == {"embed": slice(0, 8)}
-    assert ties.places(1, TRAINED) == {"shared": slice(5, 6)}
-    assert ties.places(2, TRAINED) == {"embed": slice(0, 8), "shared": slice(8, 9)}
-    assert ties.places(2, SIZES.keys()) == {"embed": slice(0, 8), "shared": slice(8, 9), "cold": slice(11, 18)}
+    assert ties.slices(0, TRAINED) == {"embed": slice(0, 8)}
+    assert ties.slices(1, TRAINED) == {"shared": slice(5, 6)}
+    assert ties.slices(2, TRAINED) == {"embed": slice(0, 8), "shared": slice(8, 9)}
+    assert ties.slices(2, SIZES.keys()) == {"embed": slice(0, 8), "shared": slice(8, 9), "cold": slice(11, 18)}
 
 
 def test_the_first_stage_that_holds_one_counts_it() -> None:

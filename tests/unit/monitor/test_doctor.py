@@ -326,7 +326,7 @@ def test_one_peer_that_answers_is_enough_while_another_is_silent(monkeypatch: py
     def knock(address: Address) -> DialResult:
         if address is silent:
             assert over.wait(60.0)
-        return DialResult(address=str(address.place))
+        return DialResult(address=str(address.host_port))
 
     monkeypatch.setattr(doctor, "probe_port", knock)
     doctor.check_answering([silent, answering])
@@ -338,7 +338,7 @@ def test_without_a_daemon_a_peer_is_knocked_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
 ) -> None:
     monkeypatch.setattr(doctor, "find_daemon", lambda: None)
-    monkeypatch.setattr(doctor, "probe_port", lambda address: DialResult(address=address.place))
+    monkeypatch.setattr(doctor, "probe_port", lambda address: DialResult(address=address.host_port))
     assert run(monkeypatch, "--peer", f"{PEER}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR") == 1
     said = capsys.readouterr().out
     assert f"ok     peer {PEER}: libp2p answers there; who it is needs a daemon here" in said

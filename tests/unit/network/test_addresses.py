@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.network.addresses import Address, HostPort, host_of, widest
+from lightning_swarm.network.addresses import Address, HostPort, host_of, most_reachable
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
@@ -90,14 +90,14 @@ def test_what_cannot_be_announced_is_refused(text: str) -> None:
 
 
 def test_further_peers_of_a_machine_take_the_ports_that_follow() -> None:
-    assert HostPort("0.0.0.0", 31337).further(2) == HostPort("0.0.0.0", 31339)
-    assert HostPort("0.0.0.0", 0).further(2) == HostPort("0.0.0.0", 0)
+    assert HostPort("0.0.0.0", 31337).for_rank(2) == HostPort("0.0.0.0", 31339)
+    assert HostPort("0.0.0.0", 0).for_rank(2) == HostPort("0.0.0.0", 0)
 
 
 def test_the_address_that_other_machines_can_use_comes_first() -> None:
     own, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
-    assert widest([own, outer]) == outer
-    assert widest([own]) == own
+    assert most_reachable([own, outer]) == outer
+    assert most_reachable([own]) == own
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_a_peer_that_may_no_more_when_its_tensors_have_come_enters_nothing(
         assert gate is not None
         gate.certify(A, certificate_of(A))
         head = Head(Kind.STREAM, 1, "stage.forward", b"", (), 0)
-        method = served._find(A, head)
+        method = served._handler_of(A, head)
         change(served)
         answer = decode(b"".join(await answer_to(head, method, message)))
         assert answer.kind is Kind.ERROR
@@ -209,7 +209,7 @@ def test_a_handler_that_ends_its_own_caller_is_done_first(loop: VirtualLoop) -> 
         assert served._gate is not None
         served._gate.certify(A, certificate_of(A))
         head = Head(Kind.CALL, 1, "peer.ban", b"", (), 0)
-        answer = decode(b"".join(await answer_to(head, served._find(A, head), Message())))
+        answer = decode(b"".join(await answer_to(head, served._handler_of(A, head), Message())))
         assert answer.kind is Kind.ERROR
         with pytest.raises(AccessDenied, match="served answers a no more: it was banned"):
             raise answer.error()
@@ -225,7 +225,7 @@ def test_an_unknown_method_is_for_nobody(loop: VirtualLoop) -> None:
 
     async def go() -> None:
         with pytest.raises(AccessDenied, match=r"no role may call `new.method`"):
-            gate.check_may_call(A, "new.method")
+            gate.check_on_arrival(A, "new.method")
 
     loop.run_until_complete(go())
 
@@ -398,7 +398,7 @@ def test_who_shows_its_certificate_at_once_is_no_stranger(loop: VirtualLoop, cap
     async def go() -> None:
         for certificate in (certificate_of(A), None):
             with pytest.raises(Uncertified):
-                gate.check_may_call(A if certificate else PeerId("c"), "peer.hello")
+                gate.check_on_arrival(A if certificate else PeerId("c"), "peer.hello")
             if certificate:
                 gate.certify(A, certificate)
         await asyncio.sleep(100.0)

@@ -74,7 +74,7 @@ def test_whom_to_join_comes_from_the_script_or_from_who_starts_it(monkeypatch: p
     monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:5/{ID} /ip4/192.0.2.2/tcp/5/p2p/{ID}")
     for config in named, SwarmStrategy().config:
         told = process.apply_environment(config, 0)
-        assert [str(address.place) for address in told.initial_peers] == ["192.0.2.1:5", "192.0.2.2:5"]
+        assert [str(address.host_port) for address in told.initial_peers] == ["192.0.2.1:5", "192.0.2.2:5"]
         assert told.only_serves
     monkeypatch.setenv("SWARM_JOIN", "192.0.2.1:5")
     with pytest.raises(ConfigError, match="must be host:port/id"):

@@ -28,7 +28,7 @@ from tests.unit.swarm import LEAD, Swarm, key, rows
 
 A, B, C, D, G = map(PeerId, "abcdg")
 REASON = "its output was not that of its weights"
-DENIED = f"a convicted peer takes no part in the run any more.*b was convicted: {REASON}"
+DENIED = f"a convicted peer may not take part in the run.*b was convicted: {REASON}"
 
 
 @pytest.fixture
@@ -198,9 +198,9 @@ def test_what_no_record_may_say_of_convictions_is_refused(make_swarm: MakeSwarm,
         ({"left": []}, "got \\['b'\\] among its members"),
         ({"left": record.left[:1]}, "got \\['b'\\] among its members"),
         ({"newcomers": [back]}, "got \\['b'\\] among its members"),
-        ({"convicted": [one, one]}, "convicts each peer once"),
-        ({"convicted": [replaced(one, peer=C)]}, "keepers convict, and are not convicted, got \\['c'\\]"),
-        ({"convicted": [replaced(one, peer=LEAD)]}, "keepers convict, and are not convicted"),
+        ({"convicted": [one, one]}, "must convict each peer once"),
+        ({"convicted": [replaced(one, peer=C)]}, "a keeper cannot be convicted, got \\['c'\\]"),
+        ({"convicted": [replaced(one, peer=LEAD)]}, "a keeper cannot be convicted"),
     ]
     for changes, match in wrong:
         with pytest.raises(ProtocolError, match=match):
@@ -217,7 +217,7 @@ def test_what_no_record_may_say_of_convictions_is_refused(make_swarm: MakeSwarm,
 def test_where_nothing_is_audited_nobody_is_convicted(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b c", "d b c")
     record = swarm.run(step(swarm, 0))
-    with pytest.raises(ProtocolError, match="only an audited run convicts peers"):
+    with pytest.raises(ProtocolError, match="only an audited run may convict peers"):
         check_record(
             RunState(swarm.manifest), replaced(record, convicted=[Conviction(peer=PeerId("z"), reason=REASON)])
         )

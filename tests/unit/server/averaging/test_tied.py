@@ -12,8 +12,9 @@ import torch
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.protocol.messages.run import StageManifest, TiedTensors
+from lightning_swarm.protocol.messages.run import StageManifest
 from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.protocol.tied_tensors import TiedTensors
 from lightning_swarm.server.averaging.all_reduce import AveragingResult, AveragingState, Group
 from lightning_swarm.server.averaging.tied import TiedMeans
 
