@@ -206,8 +206,8 @@ class AveragingRounds:
             if late:
                 await self.idle_link.wait()
             begin_s = now_s()
-            places = await self._compute(lambda: sums.bind(closing, rosters))
-            found = await self._averaged(closing, run.ties, rosters, places)
+            ranks = await self._compute(lambda: sums.bind(closing, rosters))
+            found = await self._averaged(closing, run.ties, rosters, ranks)
             self.idle_link.averaging_s = now_s() - begin_s
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
@@ -218,23 +218,23 @@ class AveragingRounds:
         return found
 
     async def _averaged(
-        self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
+        self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], ranks: Mapping[int, int]
     ) -> _StageResults:
         """Average each stage, and add the shares of tied parameters and the statistics of batch norms."""
         # Keep the stages, because this server may release one, or leave the run, while the round runs.
-        stages = {index: self._sums.stage(index) for index in places}
-        groups = {index: self._group(closing, index, rosters[index]) for index in places}
+        stages = {index: self._sums.stage(index) for index in ranks}
+        groups = {index: self._group(closing, index, rosters[index]) for index in ranks}
         for index, stage in stages.items():
             if stage.statistics:
                 offer_statistics(self._seen(closing, stage), stage.statistics.length, groups[index])
         averages = await gather(
-            self._average(closing, stages[index], groups[index], place) for index, place in places.items()
+            self._average(closing, stages[index], groups[index], rank) for index, rank in ranks.items()
         )
-        found = dict(zip(places, averages, strict=True))
+        found = dict(zip(ranks, averages, strict=True))
         if ties:
-            found = await self._tied(ties, closing, rosters, *stages.values()).averaged(found, places)
+            found = await self._tied(ties, closing, rosters, *stages.values()).averaged(found, ranks)
         for index, result in found.items():
-            mean = await self._with_statistics(stages[index], closing, groups[index], places[index], result.mean)
+            mean = await self._with_statistics(stages[index], closing, groups[index], ranks[index], result.mean)
             found[index] = result._replace(mean=mean)
             self._membership.oversight.rounds.offer(groups[index], mean)
         return found
@@ -251,11 +251,11 @@ class AveragingRounds:
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
-    async def _average(self, closing: Closing, stage: Stage, group: Group, place: int) -> AveragingResult:
+    async def _average(self, closing: Closing, stage: Stage, group: Group, rank: int) -> AveragingResult:
         # Average in the units of the sums, whose scale keeps small gradients within the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
-            stage.sum_of(closing.step).values, closing.total_weight, group, place, stage.generation.carried.times(scale)
+            stage.sum_of(closing.step).values, closing.total_weight, group, rank, stage.generation.carried.times(scale)
         )
         if scale == 1.0:
             return found
@@ -280,13 +280,13 @@ class AveragingRounds:
         return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)
 
     async def _with_statistics(
-        self, stage: Stage, closing: Closing, group: Group, place: int | None, mean: Tensor
+        self, stage: Stage, closing: Closing, group: Group, rank: int | None, mean: Tensor
     ) -> Tensor:
         """Append the batch norms' running statistics after the step to a stage's mean, if the stage has any."""
         if not stage.statistics:
             return mean
-        own = self._seen(closing, stage) if place is not None else {}
-        every = await collect_statistics(own, stage.statistics.length, group, place)
+        own = self._seen(closing, stage) if rank is not None else {}
+        every = await collect_statistics(own, stage.statistics.length, group, rank)
         after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
         return after
 

@@ -29,12 +29,12 @@ def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -
 
 
 async def collect_statistics(
-    own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None
+    own: Mapping[Receipt, Tensor], length: int, group: Group, rank: int | None
 ) -> dict[Receipt, Tensor]:
-    """Collect the statistics of all replicas. `place` is this peer's roster index; None: it is not in the round."""
+    """Collect the statistics of all replicas. `rank` is this peer's roster index; None: it is not in the round."""
     read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
-    found = [dict(own), *(await gather(fetched(patient, i, STATISTICS, read) for i in group.others(place)))]
+    found = [dict(own), *(await gather(fetched(patient, i, STATISTICS, read) for i in group.others(rank)))]
     every = {receipt: values for seen in found for receipt, values in seen.items()}
     if len(every) < sum(map(len, found)):
         raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")

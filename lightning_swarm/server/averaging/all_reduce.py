@@ -136,9 +136,9 @@ class Group:
             return lambda caller, _: caller == self.roster[to]
         return lambda caller, _: caller in self.roster or self.shares_with(caller)
 
-    def others(self, place: int | None) -> list[int]:
+    def others(self, rank: int | None) -> list[int]:
         """Return the roster's indices without this peer's own; None: it is not in the roster."""
-        return [i for i in range(len(self.roster)) if i != place]
+        return [i for i in range(len(self.roster)) if i != rank]
 
     def bounds(self, length: int) -> list[slice]:
         """Return the bounds of a vector's parts; each peer reduces one."""
@@ -169,18 +169,18 @@ async def average(
     vector: Tensor,
     total_weight: float,
     group: Group,
-    place: int,
+    rank: int,
     *,
     parts: GroupParts = AS_THEY_ARE,
     carried: Tensor | None = None,
 ) -> AveragingResult:
     """Sum `vector` ``[n]`` in the roster's order, and divide once by `total_weight`, the weight of all peers.
 
-    The vector must not change until the round's record is applied; `place` is this peer's roster index. `carried`
+    The vector must not change until the round's record is applied; `rank` is this peer's roster index. `carried`
     ``[n]`` is the error of an earlier round: it is added, and this round's error is returned. If it raises, call
     `refuse`.
     """
-    bounds, others = group.bounds(len(vector)), group.others(place)
+    bounds, others = group.bounds(len(vector)), group.others(rank)
     lost = None if carried is None else torch.zeros_like(vector)
     for i in others:
         part, left_over = vector[bounds[i]], None
@@ -190,30 +190,30 @@ async def average(
     if lost is not None:
         lost /= total_weight
     mean = _new(vector)
-    reduced = mean[bounds[place]]
-    found = await gather(taken(group, i, f"part{place}", like=vector, length=len(reduced), parts=parts) for i in others)
-    pieces = [*found[:place], vector[bounds[place]], *found[place:]]
+    reduced = mean[bounds[rank]]
+    found = await gather(taken(group, i, f"part{rank}", like=vector, length=len(reduced), parts=parts) for i in others)
+    pieces = [*found[:rank], vector[bounds[rank]], *found[rank:]]
     given = await group.digests([[piece] for piece in pieces], parts.compute)
     norm = await _reduce(reduced, pieces, total_weight)
     del found, pieces  # their memory serves the next messages
     if carried is not None:
-        reduced += carried[bounds[place]]
-    received = await _send(group, f"reduced{place}", reduced, parts, None if lost is None else lost[bounds[place]])
+        reduced += carried[bounds[rank]]
+    received = await _send(group, f"reduced{rank}", reduced, parts, None if lost is None else lost[bounds[rank]])
     if received is not reduced:  # encoded: this peer decodes it like all peers, so that they have the same bits
         reduced.copy_(received)
         norm = squared_norm(reduced)
-    await take_reduced(mean, group, place, parts=parts)
+    await take_reduced(mean, group, rank, parts=parts)
     return AveragingResult(mean, norm, AveragingState(lost), given)
 
 
-async def take_reduced(mean: Tensor, group: Group, place: int | None, *, parts: GroupParts = AS_THEY_ARE) -> None:
+async def take_reduced(mean: Tensor, group: Group, rank: int | None, *, parts: GroupParts = AS_THEY_ARE) -> None:
     """Fetch the parts of a round's mean that the other peers have reduced; None: this peer has reduced none."""
 
     async def take(i: int, part: Tensor) -> None:
         part.copy_(await taken(group, i, f"reduced{i}", like=part, length=len(part), parts=parts))
 
     bounds = group.bounds(len(mean))
-    await gather(take(i, mean[bounds[i]]) for i in group.others(place))
+    await gather(take(i, mean[bounds[i]]) for i in group.others(rank))
 
 
 def for_joiners(part: Tensor) -> Message | Callable[[], Message]:
@@ -239,15 +239,15 @@ async def _send(
 
 
 async def taken(
-    group: Group, place: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
+    group: Group, rank: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
 ) -> Tensor:
     """Fetch a part, with the dtype and device of `like`; see `fetched`."""
-    return await fetched(group, place, name, lambda message: parts.from_message(message, like=like, length=length))
+    return await fetched(group, rank, name, lambda message: parts.from_message(message, like=like, length=length))
 
 
-async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
+async def fetched(group: Group, rank: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
     """Fetch and `read` another peer's message in a round; raise `AveragingFailed` if it does not come."""
-    peer = group.roster[place]
+    peer = group.roster[rank]
     ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}", key=None)
     try:
         return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
@@ -258,9 +258,9 @@ async def fetched(group: Group, place: int, name: str, read: Callable[[Message],
         raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed, refusing) from error
 
 
-def refuse(group: Group, place: int, reason: str) -> None:
+def refuse(group: Group, rank: int, reason: str) -> None:
     """Offer no more parts in a round, so that peers neither wait for this peer nor exclude it; offered parts stay."""
-    group.withhold([f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
+    group.withhold([f"part{i}" if i != rank else f"reduced{rank}" for i in range(len(group.roster))], reason)
 
 
 async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE) -> Tensor:

@@ -27,7 +27,7 @@ class Averager(ABC):
 
     @abstractmethod
     async def average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+        self, vector: Tensor, total_weight: float, group: Group, rank: int, carried: AveragingState
     ) -> AveragingResult:
         """Sum all peers' vectors and carried errors, and divide once by the weight; see `all_reduce.average`."""
 
@@ -54,12 +54,12 @@ class Butterfly(Averager):
 
     @override
     async def average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+        self, vector: Tensor, total_weight: float, group: Group, rank: int, carried: AveragingState
     ) -> AveragingResult:
         if len(group.roster) == 1:
             return await _average_alone(vector, total_weight, group, carried, self.parts.compute)
         lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
-        return await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
+        return await all_reduce.average(vector, total_weight, group, rank, parts=self.parts, carried=lost)
 
     @override
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
@@ -79,7 +79,7 @@ class PowerSGD(Averager):
 
     @override
     async def average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+        self, vector: Tensor, total_weight: float, group: Group, rank: int, carried: AveragingState
     ) -> AveragingResult:
         if len(group.roster) == 1:
             return await _average_alone(vector, total_weight, group, carried, self.compute)
@@ -91,18 +91,18 @@ class PowerSGD(Averager):
             return own, low_rank.left(own, before)
 
         own, left_sum = await self.compute(begin)
-        left_mean = (await all_reduce.average(left_sum, total_weight, left_group, place)).mean
+        left_mean = (await all_reduce.average(left_sum, total_weight, left_group, rank)).mean
 
         def go_on() -> tuple[Tensor, Tensor]:
             left = low_rank.orthonormal(left_mean)
             return left, low_rank.right(own, left)
 
         left, right_sum = await self.compute(go_on)
-        right_mean = (await all_reduce.average(right_sum, total_weight, right_group, place)).mean
+        right_mean = (await all_reduce.average(right_sum, total_weight, right_group, rank)).mean
 
         def end() -> AveragingResult:
             mean = low_rank.product(left, right_mean)
-            part = mean[group.bounds(len(mean))[place]]
+            part = mean[group.bounds(len(mean))[rank]]
             lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
             return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, before)))
 
@@ -123,10 +123,10 @@ class PowerSGD(Averager):
         return await self.compute(end)
 
 
-def refuse(group: Group, place: int, reason: str) -> None:
+def refuse(group: Group, rank: int, reason: str) -> None:
     """Withdraw from a round of any kind, so that other peers neither wait for this peer nor exclude it."""
     for exchange in (group, *_both(group)):
-        all_reduce.refuse(exchange, place, reason)
+        all_reduce.refuse(exchange, rank, reason)
 
 
 def _both(group: Group) -> tuple[Group, Group]:

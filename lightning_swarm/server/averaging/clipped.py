@@ -33,8 +33,8 @@ _NUM_ITERATIONS: Final = 20
 def centered_clip(vectors: Sequence[Tensor]) -> Tensor:
     """Return a point ``[n]`` near most of the vectors ``[n]``.
 
-    All vectors have equal weight. Each pulls the point by the distance between both, but at most by the median of these
-    distances. If all vectors are equal, the point is equal to them.
+    All vectors have equal weight. Each pulls the point by its distance from the point, but at most by the median of
+    these distances. If all vectors are equal, the point is equal to them.
     """
     stacked = torch.stack([torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in vectors])
     center = stacked.median(dim=0).values
@@ -57,7 +57,7 @@ class ClippedAverager(Averager):
     """A butterfly all-reduce in which each reducer clips vectors far from the center of its part.
 
     A peer sends each part of its mean gradient, followed by the weight of its microbatches. The weights scale the
-    gradients, and exclude peers without microbatches. No peer verifies the weights.
+    result, and exclude peers without microbatches. No peer verifies the weights.
     """
 
     weight: float  # sum over this peer's microbatches; only ratios matter
@@ -65,16 +65,16 @@ class ClippedAverager(Averager):
 
     @override
     async def average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+        self, vector: Tensor, total_weight: float, group: Group, rank: int, carried: AveragingState
     ) -> AveragingResult:
-        bounds, others = group.bounds(len(vector)), group.others(place)
+        bounds, others = group.bounds(len(vector)), group.others(rank)
         weight = vector.new_tensor([self.weight])
         own = await self.compute(lambda: vector / (self.weight or 1.0))
         for i in others:
             group.offer(f"part{i}", await AS_THEY_ARE.to_message(torch.cat([own[bounds[i]], weight])), i)
-        mine = torch.cat([own[bounds[place]], weight])
+        mine = torch.cat([own[bounds[rank]], weight])
         length = len(mine) - 1
-        pieces = await gather(taken(group, i, f"part{place}", like=vector, length=length + 1) for i in others)
+        pieces = await gather(taken(group, i, f"part{rank}", like=vector, length=length + 1) for i in others)
 
         def reduce() -> tuple[Tensor, float]:
             held = [piece for piece in (*pieces, mine) if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
@@ -85,8 +85,8 @@ class ClippedAverager(Averager):
             return part, squared_norm(part)
 
         reduced, norm = await self.compute(reduce)
-        group.offer(f"reduced{place}", for_joiners(reduced))
+        group.offer(f"reduced{rank}", for_joiners(reduced))
         mean = torch.empty_like(vector)
-        mean[bounds[place]] = reduced
-        await take_reduced(mean, group, place)
+        mean[bounds[rank]] = reduced
+        await take_reduced(mean, group, rank)
         return AveragingResult(mean, norm, carried)

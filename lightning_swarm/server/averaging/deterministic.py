@@ -93,25 +93,25 @@ class DeterministicAverager(Averager):
 
     @override
     async def average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+        self, vector: Tensor, total_weight: float, group: Group, rank: int, carried: AveragingState
     ) -> AveragingResult:
         bounds, counts = group.bounds(len(self.like)), vector[:, -1]
-        others = group.others(place)
+        others = group.others(rank)
         for i in others:
             coarse, fine = vector[:, bounds[i]]
             group.offer(f"part{i}", to_message((coarse, fine, counts)), to=i)
-        own = vector[:, bounds[place]]
+        own = vector[:, bounds[rank]]
         read = partial(_read, length=own.shape[1])
-        found = await gather(fetched(group, i, f"part{place}", read) for i in others)
-        given = await group.digests([*found[:place], (own[0], own[1], counts), *found[place:]], self.compute)
+        found = await gather(fetched(group, i, f"part{rank}", read) for i in others)
+        given = await group.digests([*found[:rank], (own[0], own[1], counts), *found[rank:]], self.compute)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
         total = counts.cpu() + sum(part_counts for *_, part_counts in found)
-        await _reduce(mean[bounds[place]], [own, *(part[:2] for part in found)], total, total_weight)
-        own_mean = mean[bounds[place]]
-        group.offer(f"reduced{place}", to_message(own_mean) if others else for_joiners(own_mean))
-        await take_reduced(mean, group, place)
+        await _reduce(mean[bounds[rank]], [own, *(part[:2] for part in found)], total, total_weight)
+        own_mean = mean[bounds[rank]]
+        group.offer(f"reduced{rank}", to_message(own_mean) if others else for_joiners(own_mean))
+        await take_reduced(mean, group, rank)
         # The first server of the roster computes the whole norm, because a sum of norms depends on the number of parts.
-        norm = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
+        norm = await self.compute(lambda: squared_norm(mean)) if rank == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState(), given)
 
 

@@ -22,16 +22,16 @@ _ROUNDING: Final = 1e-24  # share of a column's squared norm that may be roundin
 
 @dataclass(frozen=True)
 class _Matrix:
-    """The places of a matrix in the gradients, in the left vector and in the right vector."""
+    """The slices of a matrix in the gradients, in the left vector and in the right vector."""
 
-    place: slice
+    gradient: slice
     rows: int
     columns: int
     left: slice
     right: slice
 
     def of(self, vector: Tensor) -> Tensor:
-        return vector[self.place].view(self.rows, self.columns)
+        return vector[self.gradient].view(self.rows, self.columns)
 
 
 class LowRank:
@@ -39,24 +39,24 @@ class LowRank:
 
     def __init__(self, shapes: Sequence[Size], rank: int) -> None:
         self.rank = rank
-        self._whole: list[slice] = []  # places of the parameters that stay whole
+        self._whole: list[slice] = []  # slices of the parameters that stay whole
         matrices: list[tuple[slice, int, int]] = []
         begin = 0
         for shape in shapes:
-            place = slice(begin, begin + shape.numel())
-            begin = place.stop
+            gradient = slice(begin, begin + shape.numel())
+            begin = gradient.stop
             rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (shape.numel(), 1)
             if rank * (rows + columns) < rows * columns:
-                matrices.append((place, rows, columns))
+                matrices.append((gradient, rows, columns))
             else:
-                self._whole.append(place)
+                self._whole.append(gradient)
         self.length = begin
         self._matrices: list[_Matrix] = []
-        self.left_length, self.right_length = sum(place.stop - place.start for place in self._whole), 0
-        for place, rows, columns in matrices:
+        self.left_length, self.right_length = sum(one.stop - one.start for one in self._whole), 0
+        for gradient, rows, columns in matrices:
             left = slice(self.left_length, self.left_length + rows * rank)
             right = slice(self.right_length, self.right_length + columns * rank)
-            self._matrices.append(_Matrix(place, rows, columns, left, right))
+            self._matrices.append(_Matrix(gradient, rows, columns, left, right))
             self.left_length, self.right_length = left.stop, right.stop
 
     def initial_basis(self, like: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ class LowRank:
         `vector` are the gradients ``[length]``. Peers may have different bases ``[right_length]``, but then lose more.
         """
         found = vector.new_empty(self.left_length)
-        for place, part in self._parts(found):
-            part.copy_(vector[place])
+        for gradient, part in self._parts(found):
+            part.copy_(vector[gradient])
         for matrix in self._matrices:
             torch.mm(matrix.of(vector), self._thin(basis[matrix.right]), out=self._thin(found[matrix.left]))
         return found
@@ -94,8 +94,8 @@ class LowRank:
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the gradients of both vectors, ``[length]``; equal inputs give equal bits on every device."""
         found = left.new_empty(self.length)
-        for place, part in self._parts(left):
-            found[place] = part
+        for gradient, part in self._parts(left):
+            found[gradient] = part
         for matrix in self._matrices:
             target, lefts, rights = matrix.of(found), self._thin(left[matrix.left]), self._thin(right[matrix.right])
             # Column by column, because the order of a matrix product depends on the device.
@@ -107,8 +107,8 @@ class LowRank:
     def left_over(self, vector: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """Return the part of `vector` ``[length]`` that is missing in the product of `left` and its own `right`."""
         found = vector - self.product(left, right)
-        for place in self._whole:
-            found[place] = 0.0  # whole parameters have no error
+        for gradient in self._whole:
+            found[gradient] = 0.0  # whole parameters have no error
         return found
 
     def basis(self, right: Tensor, before: Tensor) -> Tensor:
@@ -123,11 +123,11 @@ class LowRank:
         return found
 
     def _parts(self, left: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the places of each whole parameter in the gradients and in the left vector."""
+        """Yield the slices of each whole parameter in the gradients and in the left vector."""
         begin = 0
-        for place in self._whole:
-            size = place.stop - place.start
-            yield place, left[begin : begin + size]
+        for gradient in self._whole:
+            size = gradient.stop - gradient.start
+            yield gradient, left[begin : begin + size]
             begin += size
 
     def _thin(self, flat: Tensor) -> Tensor:

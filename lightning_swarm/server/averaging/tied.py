@@ -31,20 +31,20 @@ class TiedMeans:
     exact: bool = False  # sums are in fixed point, so the first server of a roster computes the whole norm
 
     async def averaged(
-        self, found: Mapping[int, AveragingResult], places: Mapping[int, int]
+        self, found: Mapping[int, AveragingResult], ranks: Mapping[int, int]
     ) -> dict[int, AveragingResult]:
-        """Add other stages' shares to a server's means; `places` has the server's index in each stage's roster."""
+        """Add other stages' shares to a server's means; `ranks` has the server's index in each stage's roster."""
         own = self._shares({index: result.mean for index, result in found.items()})
         for index, share in own.items():
             group = self.group(index)
             group.offer(_SHARE, to_message(torch.cat(list(share.values()))))
-        shares = await self._with_others(own, min(places.values()))
+        shares = await self._with_others(own, min(ranks.values()))
 
         def end() -> dict[int, AveragingResult]:
             ended = dict(found)
             for index in own:
                 mean = self._added_up(index, found[index].mean, shares)
-                norm = self._squared_norm(index, mean, places[index])
+                norm = self._squared_norm(index, mean, ranks[index])
                 ended[index] = found[index]._replace(mean=mean, squared_norm=norm)
             return ended
 
@@ -97,11 +97,11 @@ class TiedMeans:
                     total[part] += share[name]
         return total
 
-    def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
+    def _squared_norm(self, index: int, mean: Tensor, rank: int) -> float:
         """Return the squared norm in this server's part, of the parameters whose norm counts at this stage."""
-        part = self.group(index).bounds(len(mean))[place]
+        part = self.group(index).bounds(len(mean))[rank]
         if self.exact:
-            part = slice(0, len(mean) if place == 0 else 0)
+            part = slice(0, len(mean) if rank == 0 else 0)
         norms = []
         for counted in self.ties.counted(index, self.trained):
             begin, end = max(counted.start, part.start), min(counted.stop, part.stop)
