@@ -13,7 +13,7 @@
     │   ├── LeftOut          the run continues without this trainer, which was silent for too long
     │   ├── WentBack         the run rolls back to a snapshot, and this trainer with it
     │   └── FalseWorkCounted the lead must roll the run back: work of a convicted server counted unaudited
-    ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
+    ├── LeaseRevoked         a batch was struck from its step, or was never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
         ├── Unreachable      no connection, or it broke
@@ -101,7 +101,7 @@ class FalseWorkCounted(StepError):
     """Unaudited work of a convicted server counted in earlier steps. The lead rolls the run back."""
 
     def __init__(self, reasons: Sequence[str], sound: int) -> None:  # each server, with the reason of its conviction
-        super().__init__(f"work counted unaudited of servers that were convicted: {'; '.join(reasons)}")
+        super().__init__(f"unaudited work of convicted servers counts in earlier steps: {'; '.join(reasons)}")
         self.sound = sound  # newest version of the weights that, as far as is known, contains none of that work
 
 
@@ -194,6 +194,7 @@ class NotCoordinator(PeerError):
 
 
 # `LeftOut`, `WentBack` and `FalseWorkCounted` are raised only locally, so they are not read from a peer's answer.
+# (`Replaced` also comes from other peers.)
 _BY_NAME: dict[str, type[SwarmError]] = {
     name: kind
     for name, kind in list(vars().items())

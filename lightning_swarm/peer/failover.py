@@ -107,7 +107,7 @@ async def release(transport: Transport, run: RunState, first_step: int, *, timeo
     return list(await ask_each(transport, run.servers, RELEASE, request, timeout=timeout, tries=MAX_TRIES))
 
 
-async def what_is_lost(
+async def why_cannot_continue(
     transport: Transport, run: RunState, num_known_dead: Callable[[], int], *, timeout: float, silence_s: float
 ) -> str:
     """Return why a run still cannot continue after `timeout`, without a stage or most voters; empty if it can."""
@@ -236,7 +236,7 @@ class StandbyLead:
         """Return when the run lacks nothing, or its lead is gone or has rolled back without this trainer."""
         run, silence_s, wait_s = self.run, self._limits.silence_timeout, self._limits.revive_timeout
         assert run is not None
-        if not await what_is_lost(self._transport, run, lambda: 0, timeout=wait_s, silence_s=silence_s):
+        if not await why_cannot_continue(self._transport, run, lambda: 0, timeout=wait_s, silence_s=silence_s):
             return
         deadline_s, lead = now_s() + self._limits.lead_timeout, run.manifest.lead
         while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=silence_s):

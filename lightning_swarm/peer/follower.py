@@ -46,7 +46,7 @@ async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | No
     return max(views, key=lambda view: (view.manifest.generation, view.term, view.version), default=None)
 
 
-def check(view: RunView, config: SwarmConfig) -> None:
+def check_same_settings(view: RunView, config: SwarmConfig) -> None:
     """Raise a ConfigError if this program's settings differ from the run's, so that it would train another run."""
     manifest = view.manifest
     check_open(manifest)
@@ -63,7 +63,7 @@ def check(view: RunView, config: SwarmConfig) -> None:
         if here != there:
             raise ConfigError(
                 f"a trainer must have the run's settings; `{name}` is {here} here and {there} in run "
-                f"{manifest.run_id!r}. Start this program with the run's, or another run with another `run_id`."
+                f"{manifest.run_id!r}. Use the run's value, or choose another `run_id` to start another run."
             )
 
 
@@ -75,7 +75,8 @@ class Claim:
         self._transport = directory.transport
         self._config = config
         self._rivals: set[PeerId] = set()  # other programs that announced a claim
-        self._begins = self._gave_way = False  # all rivals gave way; this program gave way since it last asked them
+        self._begins = False  # all rivals gave way
+        self._gave_way = False  # this program gave way to a rival since it last asked the rivals
         CLAIM.serve(self._transport, self._handle_claim)
 
     async def settle(self) -> RunView | None:
@@ -138,11 +139,11 @@ class Follower:
 
     # ------------------------------------------------------------------ a run under way
 
-    def find_run(self) -> RunView | None:
+    def settle_run(self) -> RunView | None:
         """Return the run to train in, after checking its settings; None: this peer begins it."""
         view = self._runtime.run(Claim(self._directory, self._config).settle())
         if view is not None:
-            check(view, self._config)
+            check_same_settings(view, self._config)
         return view
 
     def find_run_again(self) -> RunView | None:
@@ -150,31 +151,34 @@ class Follower:
         return self._runtime.run(find_run(self._directory, self._config))
 
     def train_in(
-        self, seen: RunView, model: PeerModel, device: torch.device, *, serves: bool, inherits: bool
+        self, seen: RunView, model: PeerModel, device: torch.device, *, serves: bool, may_take_over: bool
     ) -> tuple[Session, int]:
         """Open a session in a run under way, from one of its next steps on; return the session and the lead's epoch."""
         model.check(seen.manifest)
         if serves:  # this peer's server joins a stage at the same time
-            self._runtime.run(self._host.announce(model.twin(), trains=True, inherits=inherits))
+            self._runtime.run(self._host.announce(model.twin(), trains=True, may_take_over=may_take_over))
         else:
             # Unannounced: the server holds no stage, but is notified of the run's end.
             self._runtime.run(self._host.start(model.twin()))
         admission, limits = self._host.admission, self._config.limits
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
         standby = self._become_standby()
-        standby.leave_run()
-        runtime = self._host.runtime_until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
+        standby.leave_run()  # forget the run generation that this peer was in before
+        # For calls that must end when the run is over or rolls back; `self._runtime` is for the peer's own server.
+        runtime_until_over = self._host.runtime_until_over(
+            self._runtime, admission.released, grace_s=limits.leave_timeout
+        )
         if serves:
             self._runtime.run(self._host.keep_joined(run))
             if seen.manifest.is_whole:  # the trainer computes with its own server's model
-                runtime.run(self._host.until_member(0))
-        patience = coordinator_client.CoordinatorTimeouts(
+                runtime_until_over.run(self._host.until_member(0))
+        timeouts = coordinator_client.CoordinatorTimeouts(
             answer_s=limits.call_timeout, successor_s=limits.stage_timeout, alone_s=limits.lead_timeout
         )
-        view, epoch = runtime.run(coordinator_client.enter(self._directory.transport, run, patience))
+        view, epoch = runtime_until_over.run(coordinator_client.enter(self._directory.transport, run, timeouts))
         run = admission.membership.trains_in = RunState.from_view(view, view.version)
         standby.enter_run(run)
-        return self._open(run, model, device, runtime), epoch
+        return self._open(run, model, device, runtime_until_over), epoch
 
     def leave_in_order(self) -> None:
         """Ask the run to let this peer's server leave, if it is in one, and wait up to `Limits.drain_timeout`."""
@@ -194,7 +198,7 @@ class Follower:
 
     def join_run(self, model: PeerModel, device: torch.device) -> Session:
         """Serve, and open a session in the run as soon as the starter has begun it."""
-        self._runtime.run(self._host.announce(model.twin(), trains=True, inherits=self._host.could_lead))
+        self._runtime.run(self._host.announce(model.twin(), trains=True, may_take_over=self._host.may_take_over))
         limits = self._config.limits
         standby, released = self._become_standby(), self._host.admission.released
         runtime = self._host.runtime_until_over(self._runtime, released, grace_s=limits.leave_timeout)

@@ -132,8 +132,13 @@ def make_manifest(
     """
     hosts = {peer: host_of(server.addresses) for peer, server in announced.items() if server.addresses}
     kinds = {peer: server.arithmetic for peer, server in announced.items()}
-    # The starter's own server coordinates, so that the lead's control calls cross no network; otherwise a keeper's.
-    servers = sorted(servers, key=lambda one: (one.peer_id != me.peer_id, not may_decide(one.peer_id, keepers)))
+
+    # The first server coordinates. The starter's own server comes first, so that the lead's control calls cross no
+    # network. Keepers come next, because in an audited run only they may coordinate.
+    def seniority(server: Member) -> tuple[bool, bool]:
+        return server.peer_id != me.peer_id, not may_decide(server.peer_id, keepers)
+
+    servers = sorted(servers, key=seniority)
     if not may_decide(servers[0].peer_id, keepers):
         raise ConfigError(
             "an audited run is coordinated by a keeper that holds a stage, and none of its first "
@@ -183,6 +188,10 @@ def make_manifest(
 class Lead:
     """A peer's part in runs that it leads: begins them, rolls them back, and ends them."""
 
+    # There are two kinds of rollback. `roll_back` keeps all members, and sends them weights that the trainer loaded.
+    # After a loss, `end_generation` keeps the servers that answer, and `find_servers` and `begin_run` begin the next
+    # generation with them, from a snapshot.
+
     _runtime: Runtime
     _directory: RunDirectory
     _config: SwarmConfig
@@ -195,14 +204,16 @@ class Lead:
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
-        self.versions_kept: Callable[[], Collection[int]] = tuple  # versions at which the trainer's loop could resume
-        self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
+        # Set by the trainer's loop: the versions at which it could resume; at first none.
+        self.versions_kept: Callable[[], Collection[int]] = lambda: ()
+        # Set by a launcher of several peers: how many of their processes have ended; at first none.
+        self.num_known_dead: Callable[[], int] = lambda: 0
         self._took_over = False  # this peer took over a run that is to roll back
         # From the previous generation, for the next:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
-        self._released: set[PeerId] = set()  # servers of older generations; some may have missed the next beginning
+        self._released: set[PeerId] = set()  # servers of older generations; some may miss the next one's beginning
         self.addresses: dict[PeerId, Sequence[str]] = {}  # addresses that servers announced when the generation began
         self._arrivals = Arrivals(self._transport, keepers)
         self._standbys = StandbyLeads(self._transport, self._directory.known_standbys, self._config.limits)
@@ -318,18 +329,20 @@ class Lead:
 
     # ------------------------------------------------------------------ rollback to a snapshot, with the peers left
 
-    def what_is_lost(self, *, wait: bool) -> str:
+    def why_cannot_continue(self, *, wait: bool) -> str:
         """Return why the run cannot continue, or an empty text; with `wait`, missing peers get time to come back."""
-        return self._runtime.run(self._what_is_lost(self._config.limits.revive_timeout if wait else 0.0))
+        return self._runtime.run(self._why_cannot_continue(self._config.limits.revive_timeout if wait else 0.0))
 
-    async def _what_is_lost(self, timeout: float) -> str:
+    async def _why_cannot_continue(self, timeout: float) -> str:
         if self._is_over():  # the other peers are free
             return ""
         run, silence_s = self._current, self._config.limits.silence_timeout
         known_dead = self.num_known_dead
-        return await failover.what_is_lost(self._transport, run, known_dead, timeout=timeout, silence_s=silence_s)
+        return await failover.why_cannot_continue(
+            self._transport, run, known_dead, timeout=timeout, silence_s=silence_s
+        )
 
-    async def lost_for_good(self) -> str:
+    async def wait_until_lost(self) -> str:
         """Wait until the run cannot continue, but could roll back to a complete snapshot; return the reason."""
         limits = self._config.limits
         num_dead = 0
@@ -342,7 +355,7 @@ class Lead:
             num_dead = self.num_known_dead()
             if self.run is None or not self.versions_kept():
                 continue
-            lost = await self._what_is_lost(limits.revive_timeout)
+            lost = await self._why_cannot_continue(limits.revive_timeout)
             held = await ask_held(self._transport, self.run.servers, timeout=limits.silence_timeout) if lost else {}
             if lost and newest_complete(held, len(self.run.rosters)) is not None:
                 return lost
@@ -382,7 +395,7 @@ class Lead:
         timeout = self._config.limits.silence_timeout
         return self._runtime.run(failover.resumable_versions(self._transport, others, versions, timeout=timeout))
 
-    def release(self, first_step: int, *, serves: bool) -> None:
+    def end_generation(self, first_step: int, *, serves: bool) -> None:
         """End the run, but keep servers that answer, and this peer if it `serves`, for the next run at `first_step`."""
         timeout = self._config.limits.call_timeout
         servers, trainers = self._survivors, self._other_trainers
@@ -426,7 +439,7 @@ class Lead:
         """Stop leading a run that has not rolled back; otherwise its servers would end with this peer."""
         self.run, self._took_over = None, False
 
-    def replaced_by(self) -> str:
+    def why_replaced(self) -> str:
         """Return why another peer leads the run by now, or may do so with most of the voters; empty if none does."""
         run, timeout, standbys = self.run, self._config.limits.silence_timeout, set(self._standbys.holding)
         if run is None or not standbys:
@@ -438,7 +451,7 @@ class Lead:
         if standbys <= set(alive) or has_majority(run, alive):
             return ""
         return (
-            f"most of the voters do not answer, and {sorted(standbys - set(alive))} among those who do not could take "
+            f"most of the voters do not answer, and {sorted(standbys - set(alive))}, which do not answer, could take "
             "the run over. Start this program again with their addresses as `initial_peers`; or, if they are dead, "
             "with `ckpt_path`."
         )

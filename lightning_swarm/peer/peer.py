@@ -42,7 +42,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 
 _log = logging.getLogger(__name__)
-_ALIVE_S: Final = 2.0  # timeout of a ping to a server that is in no run
+_PING_TIMEOUT_S: Final = 2.0  # timeout of a ping to a server that is in no run
 
 
 class Peer:
@@ -117,7 +117,7 @@ class Peer:
         """Return the run's servers, and announced servers outside it that answer, as announcements outlive peers."""
         known = await self._directory.known_servers()
         outside = known.keys() - {self.transport.peer_id, *self._members()}
-        gone = outside - await alive_among(self.transport, outside, timeout=_ALIVE_S)
+        gone = outside - await alive_among(self.transport, outside, timeout=_PING_TIMEOUT_S)
         return {peer: addresses for peer, addresses in known.items() if peer not in gone}
 
     def _members(self) -> list[PeerId]:
@@ -125,14 +125,14 @@ class Peer:
         run = self.server.membership.run_or_none if self.server is not None else self.lead.run
         return [] if run is None else [*run.servers, *run.trainers]
 
-    def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
+    def serve(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
         """Start this peer's server and announce it, so that a run can admit it and give it stages."""
-        # With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
-        self.runtime.run(self.begin_to_serve(model, trains=trains, inherits=inherits))
+        # With `trains` this peer also trains. With `may_take_over` it could take over if the lead dies.
+        self.runtime.run(self.begin_to_serve(model, trains=trains, may_take_over=may_take_over))
 
-    async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
+    async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
         """Like `serve`, on the loop."""
-        await self._host.announce(model, trains=trains, inherits=inherits and self._may_lead)
+        await self._host.announce(model, trains=trains, may_take_over=may_take_over and self._may_lead)
         await self._renew_announcements()
 
     @property
@@ -144,9 +144,9 @@ class Peer:
         """Raise a ConfigError if the `initial_peers` belong to other runs; see `lead.check_run_id`."""
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
-    async def serve_run(self, say: Callable[[str], None] = _log.info) -> None:
+    async def serve_run(self, report: Callable[[str], None] = _log.info) -> None:
         """On the loop: enter a run; return when it is over or has let this peer go."""
-        await self._host.serve_run(say)
+        await self._host.serve_run(report)
 
     def leave(self) -> None:
         """Make `serve_run` ask the run to let this peer leave; return at once, in any thread or signal handler."""
@@ -176,7 +176,7 @@ class Peer:
         self.runtime.run(self._renew_announcements())
         self.runtime.run(self._host.keep_joined(run))
         runtime_until_over = self.runtime if self.server is None else self._host.runtime_until_over(self.runtime)
-        runtime = UntilStageLost(runtime_until_over, self.lead.lost_for_good)
+        runtime = UntilStageLost(runtime_until_over, self.lead.wait_until_lost)
         local_layers = self._host.local_layers(stages[-1], run, self.runtime, runtime)
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 
@@ -185,11 +185,11 @@ class Peer:
         return self.server is not None and self.server.admission.left.is_set()
 
     @property
-    def inherits(self) -> bool:
+    def must_take_over(self) -> bool:
         """True if this peer, a standby, is to roll the run back and lead it from there."""
         return self.server is not None and self.server.admission.inherits.is_set()
 
-    def inherit(self) -> tuple[int, Any]:
+    def take_over(self) -> tuple[int, Any]:
         """Take over the run, which is to roll back; return the step to roll back to and the state of the loop there."""
         assert self.server is not None
         admission = self.server.admission
@@ -218,9 +218,9 @@ class Peer:
         """End the run, but keep the servers that answer for the next one, which begins at `first_step`."""
         self.runtime.run(self._training.leave_run())
         if self.follower.follows:
-            self._host.admission.released.clear()
+            self._host.admission.released.clear()  # handled; it would end calls in the next run, too
         else:
-            self.lead.release(first_step, serves=self._host.announced)
+            self.lead.end_generation(first_step, serves=self._host.announced)
 
     def close(self) -> None:
         """Leave the swarm. May be called twice."""

@@ -43,7 +43,7 @@ class ServerHost:
     server: Server | None = field(default=None, init=False)  # None: this peer holds no stage
     announced: bool = field(default=False, init=False)  # runs can find the server
     _leaves: bool = field(default=False, init=False)  # this peer asked to leave the run
-    could_lead: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
+    may_take_over: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
     _lifecycle: MembershipLifecycle | None = field(default=None, init=False)
     _tasks: TaskOwner = field(default_factory=TaskOwner, init=False)
     # The task that makes the server join again while this peer trains.
@@ -55,14 +55,14 @@ class ServerHost:
         assert self.server is not None
         return self.server.admission
 
-    async def announce(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
+    async def announce(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
         """Start the server and announce it, so that a run can admit it; `serve_run` enters a run."""
-        # With `trains` this peer also trains. With `inherits` it could take over if the lead dies.
+        # With `trains` this peer also trains. With `may_take_over` it could take over if the lead dies.
         await self.start(model)
-        self.announced, self.could_lead = True, inherits
+        self.announced, self.may_take_over = True, may_take_over
         timeout = self._config.limits.start_timeout
         await self._directory.announce(
-            self.me.boot_id, trains=trains, inherits=inherits, arithmetic=model.arithmetic, timeout=timeout
+            self.me.boot_id, trains=trains, inherits=may_take_over, arithmetic=model.arithmetic, timeout=timeout
         )
 
     async def start(self, model: PeerModel) -> None:
@@ -102,7 +102,7 @@ class ServerHost:
 
     def _why_unfit(self, manifest: Manifest) -> str:
         """Return why this peer could not lead a run; empty if it could."""
-        if not self.could_lead:
+        if not self.may_take_over:
             return "it was not started with data and the whole model"
         other = self._config.settings.first_difference(manifest.settings, SET_BY_EACH_LEAD)
         return f"its program has another `{other}`" if other else ""

@@ -52,7 +52,8 @@ class TrainerRole:
 
     def __post_init__(self) -> None:
         self._copies = ReplayBuffer(self._config.limits.cache_bytes)
-        self._role = TaskTransport(self._transport, (), {}, idle="trains in no run")  # refuses calls of a former run
+        # Refuses calls of a former run.
+        self._run_transport = TaskTransport(self._transport, (), {}, idle="trains in no run")
 
     def open(
         self,
@@ -75,12 +76,12 @@ class TrainerRole:
             codecs=Codecs.of(run.manifest.settings.compression),
         )
         pipeline = Pipeline(context, runtime, config)
-        steps = self._steps(run, context)
+        steps = self._step_client(run, context)
         context.check = steps.renew
         is_lead = self._transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 
-    def _steps(self, run: RunState, context: PipelineContext) -> StepClient:
+    def _step_client(self, run: RunState, context: PipelineContext) -> StepClient:
         """Return the trainer's step client."""
         # A trainer that came later may leave and come back while the run continues, so its serials begin at random.
         limits = self._config.limits
@@ -94,7 +95,7 @@ class TrainerRole:
             await context.follow(record, members)
 
         return StepClient(
-            self._role,
+            self._run_transport,
             run,
             timeouts=CoordinatorTimeouts(
                 answer_s=limits.call_timeout,
@@ -117,7 +118,13 @@ class TrainerRole:
                 router.set_peers(member.peer_id for member in roster)
                 routers.append(router)
         context = PipelineContext(
-            self._role, self._tickets, routers, limits.call_timeout, self._events, self._copies, limits.stage_timeout
+            self._run_transport,
+            self._tickets,
+            routers,
+            limits.call_timeout,
+            self._events,
+            self._copies,
+            limits.stage_timeout,
         )
         # These register handlers with the transport, which keep them alive.
         avoid_when_asked(context, run)
@@ -132,7 +139,7 @@ class TrainerRole:
 
     async def leave_run(self) -> None:
         """Leave a run that has ended or rolled back: refuse its calls, and drop the copies of its microbatches."""
-        self._role.retire()
+        self._run_transport.retire()
         await self._copies.clear()
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, 
 from lightning_swarm.model.quantization import Quantization, check_same, with_quantization
 from lightning_swarm.monitor.model_report import changes, coverage, missing_stages, named_stages
 from lightning_swarm.network import Directory, PeerId, Transport
-from lightning_swarm.peer.trial_call import ModelForm, servable
 from lightning_swarm.protocol.messages.serving import MAX_LISTED_SERVERS, ModelCard, ModelServers, ServerOffer
 from lightning_swarm.protocol.messages.wire import MAX_TEXT, encode
 from lightning_swarm.protocol.rpc import MODEL_SERVERS
@@ -39,6 +38,7 @@ from lightning_swarm.serving.memory import check_fits
 from lightning_swarm.serving.moves import Moves
 from lightning_swarm.serving.placement import MovePolicy, Placed, choose_move, choose_span, stage_rates
 from lightning_swarm.serving.server import ModelServer, ServedParts
+from lightning_swarm.serving.trial_call import ModelForm, servable
 
 _log = logging.getLogger(__name__)
 

@@ -165,7 +165,7 @@ class RankHooks(_Strategy):
         may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
         if not may_train or not config.initial_peers or self.local_rank:
             return False
-        view = self.own_peer.follower.find_run()
+        view = self.own_peer.follower.settle_run()
         if view is None:
             return False
         checks.check_trainers(trainer, config)

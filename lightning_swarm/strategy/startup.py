@@ -189,7 +189,7 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
         serves = config.role == "both"
         # With all weights, its server could also take the lead over.
         inherits = serves and model_setup.has_whole_model(trainer.lightning_module, config)
-        session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, inherits=inherits)
+        session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, may_take_over=inherits)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
         return session
     if strategy.is_global_zero:
@@ -304,9 +304,9 @@ def serve(
     restore = model_setup.remember(module)  # serving changes the module, with which this peer may have to lead
     model = model_setup.served_model(strategy, module)
     inherits = call_arguments is not None and model_setup.could_lead(trainer, module, strategy.config, call_arguments)
-    peer.serve(model, inherits=inherits)
+    peer.serve(model, may_take_over=inherits)
     peer.runtime.run(peer.serve_run(rank_zero_info))
-    if not peer.inherits:
+    if not peer.must_take_over:
         peer.close()
         return None
     target = strategy.rollback.take_over(trainer, peer)

@@ -15,9 +15,12 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import INVITATION_BYTES, Role
 from lightning_swarm.network.identity import Identity, is_signed
 
+_T = TypeVar("_T", bound="_Record")
+_SignedT = TypeVar("_SignedT", "Invitation", "Certificate", "SignedBan")
+
 MAX_USES: Final = 4096  # the view of a run lists all peers of an invitation
 MAX_TIME_S: Final = 1 << 36
-STAY_S: Final = 90 * 86400.0
+DEFAULT_STAY_S: Final = 90 * 86400.0
 """Seconds that a peer may stay, unless its invitation sets another time."""
 MAX_REASON: Final = 100  # characters of a ban's reason
 
@@ -111,9 +114,6 @@ class SignedBan(_Record, frozen=True, tag=4):
         """Return whether the owner has signed it."""
         return _is_signed(self, self.owner)
 
-
-_T = TypeVar("_T", bound=_Record)
-_SignedT = TypeVar("_SignedT", Invitation, Certificate, SignedBan)
 
 # Domains of signatures: a signature for one purpose is invalid for another.
 _DOMAINS: Final[dict[type[_Record], bytes]] = {

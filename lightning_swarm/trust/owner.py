@@ -13,7 +13,14 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import INVITATION_BYTES, Role
 from lightning_swarm.network.identity import Identity, KeyUse, load_identity
-from lightning_swarm.trust.certificates import STAY_S, Certificate, Invitation, SecretInvitation, SignedBan, signed
+from lightning_swarm.trust.certificates import (
+    DEFAULT_STAY_S,
+    Certificate,
+    Invitation,
+    SecretInvitation,
+    SignedBan,
+    signed,
+)
 
 _USE: Final = KeyUse(
     "the file of the owner's key", "the owner's", "invite to the run", "and earlier invitations to the run are void"
@@ -46,7 +53,7 @@ class Owner:
             )
         return cls(run_id, key)
 
-    def invite(self, role: Role, *, uses: int, expires_at_s: float, stay_s: float = STAY_S) -> SecretInvitation:
+    def invite(self, role: Role, *, uses: int, expires_at_s: float, stay_s: float = DEFAULT_STAY_S) -> SecretInvitation:
         """Invite peers to the run: they join before `expires_at_s`, and may stay for `stay_s` seconds."""
         key = Identity.generate()
         unsigned = Invitation(
@@ -63,7 +70,7 @@ class Owner:
         return SecretInvitation(invitation=signed(unsigned, self.key), seed=key.seed)
 
     def certify(
-        self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float, stay_s: float = STAY_S
+        self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float, stay_s: float = DEFAULT_STAY_S
     ) -> Certificate:
         """Certify one peer by an invitation of its own, whose secret is discarded."""
         invitation = self.invite(role, uses=1, expires_at_s=expires_at_s, stay_s=stay_s)

@@ -186,7 +186,7 @@ class Rollback:
 
         The strategy's own role stays as it is; `_become_lead` changes it.
         """
-        version, value = peer.inherit()
+        version, value = peer.take_over()
         try:
             point = loop_transfer.unpack(value, version, trainer)
             whole = peer.lead.gather_snapshots([version])
@@ -216,9 +216,9 @@ class Rollback:
         try:
             if peer.lead.run is not None:  # None if the run that should resume at the target could not begin
                 is_spoilt = isinstance(error, FalseWorkCounted)
-                if not is_spoilt and not peer.lead.what_is_lost(wait=not isinstance(error, StageLost)):
+                if not is_spoilt and not peer.lead.why_cannot_continue(wait=not isinstance(error, StageLost)):
                     return None
-                replaced = peer.lead.replaced_by()
+                replaced = peer.lead.why_replaced()
                 if replaced:
                     error.add_note(f"The run does not roll back here: {replaced}")
                     return None
@@ -324,11 +324,11 @@ class Rollback:
             version = peer.follower.rollback_step()
             if version is None:
                 return None
-            if not peer.inherits and peer.follower.has_new_lead:
+            if not peer.must_take_over and peer.follower.has_new_lead:
                 self._discard_states()  # this loop's states do not fit a new lead's state
                 self.begins_anew = True
                 return version, ""
-            target = self._become_lead(trainer, peer) if peer.inherits else self._follow_lead(version, error)
+            target = self._become_lead(trainer, peer) if peer.must_take_over else self._follow_lead(version, error)
         return None if target is None else (target.version, str(target.path))
 
     def _become_lead(self, trainer: Trainer, peer: Peer) -> RollbackTarget:

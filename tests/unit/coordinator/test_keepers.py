@@ -262,7 +262,7 @@ def test_a_record_names_newcomers_alone_as_keepers_and_only_where_they_decide(ma
             check_record(run, wrong)
     swarm = make_swarm("a b c", "d b c")
     record = swarm.run(step(swarm, 0))
-    with pytest.raises(ProtocolError, match="only where keepers decide"):
+    with pytest.raises(ProtocolError, match="only in an audited run"):
         check_record(RunState(swarm.manifest), replaced(record, newcomers=[newcomer], keepers=[K]))
 
 

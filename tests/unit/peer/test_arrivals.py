@@ -134,7 +134,7 @@ def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
     found = starter(make_swarm, uses=4)
     found.begin()
     found.swarm.network.kill(C)
-    found.lead.release(0, serves=False)
+    found.lead.end_generation(0, serves=False)
     found.begin()
     run = found.swarm.servers[A].membership.run
     assert run.manifest.generation == 1
@@ -202,7 +202,7 @@ def test_the_first_keepers_are_those_whose_certificates_say_so(make_swarm: MakeS
     assert run.electorate.keepers == [LEAD, B, C]
     assert (run.coordinator, [voter.peer_id for voter in run.voters]) == (B, [B])
     found.swarm.network.kill(C)
-    found.lead.release(0, serves=False)
+    found.lead.end_generation(0, serves=False)
     found.begin()
     run = found.swarm.servers[A].membership.run
     assert (run.manifest.generation, run.electorate.keepers, run.servers) == (1, [LEAD, B, C], [A, B])
@@ -234,7 +234,7 @@ def test_the_next_generation_and_a_checkpoint_know_who_was_convicted(
     )
     known = found.lead.known_peers()
     json.dumps(known)
-    found.lead.release(0, serves=False)
+    found.lead.end_generation(0, serves=False)
     again = audited(make_swarm, LEAD, A)
     again.lead.restore_peers(known)
     for one in (found, again):

@@ -22,7 +22,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.entry import Entry, entry_of, visitor_entry
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.peer.process import apply_environment, owners_folder
-from lightning_swarm.trust.certificates import STAY_S, SecretInvitation, encode
+from lightning_swarm.trust.certificates import DEFAULT_STAY_S, SecretInvitation, encode
 from lightning_swarm.trust.invitation_text import AnyInvitation, from_text, to_text
 from lightning_swarm.trust.owner import Owner, owner_file
 
@@ -149,7 +149,9 @@ def test_a_peer_that_came_before_needs_no_invitation(tmp_path: Path) -> None:
     assert encode(from_text(kept.read_text(), "the file")) == issued
     again = entered(joiner(identity_path=key), tmp_path / "keys", now_s=NOW_S + 3600.0)
     assert again.credentials(own, now_s=NOW_S + 3600.0).certificate == issued
-    assert "it expired 1 day ago" in refusal(joiner(identity_path=key), tmp_path, now_s=NOW_S + STAY_S + 86400.0)
+    assert "it expired 1 day ago" in refusal(
+        joiner(identity_path=key), tmp_path, now_s=NOW_S + DEFAULT_STAY_S + 86400.0
+    )
     Path(key).unlink()
     assert "it was made for another peer" in refusal(joiner(identity_path=key), tmp_path)
     # In the user's own run it has no effect.
@@ -192,7 +194,7 @@ def test_a_kept_certificate_that_will_not_do_is_not_taken(tmp_path: Path) -> Non
         None,
         invitation(lasts_s=86400.0).certify(load_identity(Path(others)).peer_id, now_s=NOW_S),
         invitation(run_id="another").certify(own, now_s=NOW_S),
-        invitation().certify(own, now_s=NOW_S - STAY_S - 1.0),
+        invitation().certify(own, now_s=NOW_S - DEFAULT_STAY_S - 1.0),
         Owner("swarm", Identity.generate())
         .invite(Role.SERVER, uses=1, expires_at_s=NOW_S + 9.0)
         .certify(own, now_s=NOW_S),
@@ -376,12 +378,12 @@ def test_the_network_starts_with_the_certificate_and_a_role_may_lead(
             credentials.verify(PEER, credentials.certificate, now_s=time.time())
         announced: list[bool] = []
 
-        async def serve(model: object, *, trains: bool, inherits: bool) -> None:
-            announced.append(inherits)
+        async def serve(model: object, *, trains: bool, may_take_over: bool) -> None:
+            announced.append(may_take_over)
 
         monkeypatch.setattr(peer._host, "announce", serve)
         no_model: Any = None
-        peer.serve(no_model, inherits=True)
+        peer.serve(no_model, may_take_over=True)
         assert announced == [may_lead]
     finally:
         peer.close()

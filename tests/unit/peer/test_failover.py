@@ -267,7 +267,9 @@ def test_who_is_silent_is_waited_for_unless_it_is_known_to_be_dead(
     swarm.network.kill(B)
     begin_s = swarm.loop.time()
     lost = swarm.run(
-        failover.what_is_lost(swarm.trainer, swarm.steps.run, lambda: num_known_dead, timeout=20.0, silence_s=1.0)
+        failover.why_cannot_continue(
+            swarm.trainer, swarm.steps.run, lambda: num_known_dead, timeout=20.0, silence_s=1.0
+        )
     )
     assert lost == "no server of stage 1 answers"
     assert waited_s <= swarm.loop.time() - begin_s < waited_s + 2.0
@@ -277,7 +279,7 @@ def test_one_that_comes_back_is_not_lost(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.network.freeze(B)
     swarm.loop.call_later(10.0, swarm.network.thaw, B)
-    asked = failover.what_is_lost(swarm.trainer, swarm.steps.run, lambda: 0, timeout=60.0, silence_s=1.0)
+    asked = failover.why_cannot_continue(swarm.trainer, swarm.steps.run, lambda: 0, timeout=60.0, silence_s=1.0)
     assert swarm.run(asked) == ""
     assert 10.0 <= swarm.loop.time() < 20.0
 
@@ -287,5 +289,5 @@ def test_one_that_was_started_again_is_lost(make_swarm: MakeSwarm) -> None:
     swarm.network.kill(B)
     swarm.servers[PeerId("b again")] = swarm._server(B, 999, swarm._optimizer)
     swarm.run(swarm.servers[PeerId("b again")].start())
-    asked = failover.what_is_lost(swarm.trainer, swarm.steps.run, lambda: 0, timeout=5.0, silence_s=1.0)
+    asked = failover.why_cannot_continue(swarm.trainer, swarm.steps.run, lambda: 0, timeout=5.0, silence_s=1.0)
     assert swarm.run(asked) == "no server of stage 1 answers"

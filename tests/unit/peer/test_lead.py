@@ -87,7 +87,7 @@ def test_the_next_run_begins_with_those_that_are_left(starter: Starter) -> None:
     """They stay in the old run until they are released; the next run has a later generation."""
     with pytest.raises(PeerError):
         starter.begin()
-    starter.lead.release(0, serves=False)
+    starter.lead.end_generation(0, serves=False)
     starter.begin()
     assert starter.lead.run is not None
     assert starter.lead.run.manifest.generation == 1
@@ -107,7 +107,7 @@ def test_a_peer_that_takes_over_keeps_what_the_starter_decided(
     starter.lead.take_over(RunState(manifest))
     assert "`microbatch_size` is 2, not None." in caplog.text
     assert "rebalancing" not in caplog.text
-    starter.lead.release(0, serves=False)
+    starter.lead.end_generation(0, serves=False)
     caplog.clear()
     starter.begin(seed=7, gradient_clip_norm=3.0, max_steps=9)
     assert caplog.messages[:2] == [

@@ -23,8 +23,8 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Credentials, Permit, Role
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.trust.certificates import (
+    DEFAULT_STAY_S,
     MAX_USES,
-    STAY_S,
     Certificate,
     Invitation,
     SecretInvitation,
@@ -72,7 +72,7 @@ def test_whoever_has_an_invitation_gets_what_it_says(role: Role) -> None:
     assert isinstance(received, SecretInvitation)
     certificate = encode(received.certify(PEERS[1], now_s=NOW_S))
     permit = credentials().verify(PEERS[1], certificate, now_s=NOW_S)
-    ends_s, come_by_s = float(int(NOW_S) + int(STAY_S)), float(int(NOW_S + WEEK_S))
+    ends_s, come_by_s = float(int(NOW_S) + int(DEFAULT_STAY_S)), float(int(NOW_S + WEEK_S))
     assert permit == Permit(role, ends_s, secret.invitation.number, 3, come_by_s)
     assert len(certificate) < 600
 

@@ -73,7 +73,8 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
 
     def grow_cache(hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         rows, length = serialization.leaves(hidden)[0].shape[:2]
-        if length > _PROMPT and length % _PROMPT == 0:  # soft prompts before the text have another length
+        # A multiple means that the model makes several hidden states of each token. Soft prompts add other lengths.
+        if length > _PROMPT and length % _PROMPT == 0:
             raise ConfigError(
                 f"servers count a text's tokens by its hidden states, and this model has {length} for {_PROMPT} tokens"
             )
@@ -93,7 +94,7 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - the model's code may want other arguments
-        _log.debug("A client's first call is not known before it comes: %s", shorten(repr(error)))
+        _log.debug("The trial call failed, so the arguments of a real call are unknown: %s", shorten(repr(error)))
     changed = [
         f"`{key}` of block {name}"
         for name, attributes in plain_attributes(root).items()
