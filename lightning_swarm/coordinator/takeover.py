@@ -149,7 +149,7 @@ def choose_standby_lead(
 def seniority(run: RunState) -> list[PeerId]:
     """List the servers that may lead a run, the oldest first. Newcomers are last in their rosters. Pure."""
     longest = max(map(len, run.rosters))
-    oldest_first = (roster[place] for place in range(longest) for roster in run.rosters if place < len(roster))
+    oldest_first = (roster[index] for index in range(longest) for roster in run.rosters if index < len(roster))
     return list(dict.fromkeys(member.peer_id for member in oldest_first if run.decides(member.peer_id)))
 
 

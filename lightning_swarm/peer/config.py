@@ -278,7 +278,7 @@ class SwarmConfig:
     @property
     def is_local(self) -> bool:
         """Return whether no other machine reaches this peer."""
-        return all(place.is_loopback for place in (self.listen, *self.announce))
+        return all(address.is_loopback for address in (self.listen, *self.announce))
 
     @property
     def is_invited(self) -> bool:

@@ -88,8 +88,8 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
 def _start_command(address: Address, words: str, entry: Entry | None) -> str:
     if _is_command():
         invite = "" if entry is None else f" --trainer.strategy.invite {_EXAMPLE}"
-        place = f"--trainer.strategy.role both --trainer.strategy.initial_peers {address}"
-        return f"lightning-swarm fit {words} {place}{invite}"
+        options = f"--trainer.strategy.role both --trainer.strategy.initial_peers {address}"
+        return f"lightning-swarm fit {words} {options}{invite}"
     invite = "" if entry is None else f", invite={_EXAMPLE!r}"
     return f"SwarmStrategy(role='both', initial_peers='{address}'{invite})"
 
@@ -268,6 +268,6 @@ def apply_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
         config,
         role="both" if is_trainer() else "server",
         listen=config.listen.for_rank(local_rank),
-        announce=tuple(place.for_rank(local_rank) for place in config.announce),
+        announce=tuple(address.for_rank(local_rank) for address in config.announce),
         identity_path=identity_path,
     )

@@ -97,11 +97,11 @@ def _is_mean(answers: Sequence[PartProjections], part: int, bounds: slice, scale
     # The `count - 1` additions and the divisions of one element round independently.
     relative = _UNITS[scale.dtype] * math.sqrt(count + 5) + _DOUBLE * math.sqrt(rows + 5)
     absolute = scale.smallest * scale.divisor * math.sqrt(rows)
-    for place in range(part * size, (part + 1) * size):
-        total = sum(answer.sums[place] for answer in answers)
-        allowed = _DEVIATIONS * (relative * sum(answer.norms[place] for answer in answers) + absolute)
+    for index in range(part * size, (part + 1) * size):
+        total = sum(answer.sums[index] for answer in answers)
+        allowed = _DEVIATIONS * (relative * sum(answer.norms[index] for answer in answers) + absolute)
         # An overflow proves nothing, so it does not pass.
-        if not all(abs(answer.means[place] * scale.divisor - total) <= allowed < math.inf for answer in answers):
+        if not all(abs(answer.means[index] * scale.divisor - total) <= allowed < math.inf for answer in answers):
             return False
     return True
 

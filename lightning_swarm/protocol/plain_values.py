@@ -49,7 +49,7 @@ _DTYPES: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinsta
 
 
 class NotPlain(SwarmError):
-    """A value contains an object of an unsupported kind. The message names its type and place."""
+    """A value contains an object of an unsupported kind. The message names its type and path."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def unpack(tensors: Sequence[Tensor]) -> Any:
 
 
 def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
-    """Return the structure of a value, and add its tensors to `tensors`; `where` is its place, for errors."""
+    """Return the structure of a value, and add its tensors to `tensors`; `where` is its path, for errors."""
     kind = type(value)
     if kind in _CONSTANTS:
         return value
@@ -102,7 +102,7 @@ def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
         return [_SEQUENCES[kind], *(_packed(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))]
     if kind in _DICTS:
         parts = [part for key, item in value.items() for part in ((key, where), (item, f"{where}[{key!r}]"))]
-        return [_DICTS[kind], *(_packed(part, tensors, place, depth + 1) for part, place in parts)]
+        return [_DICTS[kind], *(_packed(part, tensors, path, depth + 1) for part, path in parts)]
     return _packed_leaf(value, tensors, where)
 
 

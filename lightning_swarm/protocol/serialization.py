@@ -120,21 +120,21 @@ def is_differentiable(leaf: Tensor | Encoded) -> bool:
     return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
 
 
-# A place in a tree: the place of its container, and its key there. It is formatted only for errors, because each call
+# A path in a tree: the path of its container, and its key there. It is formatted only for errors, because each call
 # of a stage flattens a few trees.
-_Place: TypeAlias = "tuple[_Place, str | int] | None"
+_Path: TypeAlias = "tuple[_Path, str | int] | None"
 
 
-def _text_of(place: _Place) -> str:
-    return "value" if place is None else f"{_text_of(place[0])}[{place[1]!r}]"
+def _text_of(path: _Path) -> str:
+    return "value" if path is None else f"{_text_of(path[0])}[{path[1]!r}]"
 
 
-def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> Structure:
-    """Return the structure of a tree at a place of the whole tree, and add its tensors to `tensors`."""
+def _flatten(tree: Tree, tensors: list[Tensor], path: _Path, depth: int) -> Structure:
+    """Return the structure of a tree at a path of the whole tree, and add its tensors to `tensors`."""
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.is_nested:
             raise ConfigError(
-                f"tensors between stages must be dense, got one with layout {tree.layout} at {_text_of(place)}. "
+                f"tensors between stages must be dense, got one with layout {tree.layout} at {_text_of(path)}. "
                 "Pass its parts, such as `indices()` and `values()`, and make it of them in the block, or pass it by "
                 "`to_dense()`."
             )
@@ -142,36 +142,36 @@ def _flatten(tree: Tree, tensors: list[Tensor], place: _Place, depth: int) -> St
         return ["tensor", len(tensors) - 1]
     if isinstance(tree, Encoded):
         tensors.extend(tree.parts)
-        places = range(len(tensors) - len(tree.parts), len(tensors))
-        return ["encoded", tree.codec, tree.spec.dtype, list(tree.spec.shape), *places]
+        indices = range(len(tensors) - len(tree.parts), len(tensors))
+        return ["encoded", tree.codec, tree.spec.dtype, list(tree.spec.shape), *indices]
     # Exact types, because a namedtuple or an enum would come back as another type.
     kind = type(tree)
     if kind in _CONSTANTS:
         if kind is int and not -(2**63) <= tree < 2**64:
             raise ConfigError(
-                f"an integer between stages must fit in 64 bits, got {tree} at {_text_of(place)}. Pass it as a string."
+                f"an integer between stages must fit in 64 bits, got {tree} at {_text_of(path)}. Pass it as a string."
             )
         return tree
     if kind not in (tuple, list, dict):
         raise ConfigError(
             "values between stages must be tensors, None, bool, int, float or str, in plain tuples, lists and dicts, "
-            f"got {kind.__module__}.{kind.__qualname__} at {_text_of(place)}. Convert it in the block that makes it, "
+            f"got {kind.__module__}.{kind.__qualname__} at {_text_of(path)}. Convert it in the block that makes it, "
             "and back in the block that takes it (a named tuple or dataclass to a tuple or dict, an array to a tensor)."
         )
     if depth == MAX_DEPTH:
         raise ConfigError(
-            f"values between stages may be nested {MAX_DEPTH} deep, got more at {_text_of(place)}. "
+            f"values between stages may be nested {MAX_DEPTH} deep, got more at {_text_of(path)}. "
             "Flatten them, and look for a container that holds itself."
         )
     if kind is not dict:
-        return [kind.__name__, *[_flatten(one, tensors, (place, i), depth + 1) for i, one in enumerate(tree)]]
+        return [kind.__name__, *[_flatten(one, tensors, (path, i), depth + 1) for i, one in enumerate(tree)]]
     for key in tree:
         if type(key) is not str:
             raise ConfigError(
                 f"keys of a dict between stages must be strings, got {key!r} ({type(key).__name__}) at "
-                f"{_text_of(place)}. Use strings, or pass a list."
+                f"{_text_of(path)}. Use strings, or pass a list."
             )
-    return {key: _flatten(child, tensors, (place, key), depth + 1) for key, child in tree.items()}
+    return {key: _flatten(child, tensors, (path, key), depth + 1) for key, child in tree.items()}
 
 
 def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int], depth: int) -> Tree:

@@ -51,5 +51,5 @@ def assign_by_kind(
     for _ in range(num_stages - len(by_kind)):
         fullest = max(by_kind, key=lambda kind: len(by_kind[kind]) / shares[kind])
         shares[fullest] += 1
-    rosters = [members[place :: shares[kind]] for kind, members in by_kind.items() for place in range(shares[kind])]
+    rosters = [members[first :: shares[kind]] for kind, members in by_kind.items() for first in range(shares[kind])]
     return rosters[::-1]  # the first server has the last stage

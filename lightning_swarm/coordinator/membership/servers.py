@@ -47,7 +47,7 @@ _FIRST_READY_S: Final = 300.0  # time for a download; a slower joiner has stalle
 _STALLED_S: Final = 60.0  # time for which a stalled joiner may not ask again
 _MIN_ENTERING: Final = 2  # joiners that even a stage with fewer servers takes in one round
 _MEET_TIMEOUT_S: Final = 10.0
-_MAX_PLACES: Final = 8  # addresses of a joiner that are dialed to see which peer answers there
+_MAX_HOST_PORTS: Final = 8  # addresses of a joiner that are dialed to see which peer answers there
 _GRACE_S: Final = 2.0  # least time for a joiner to report that it holds the mean gradient, once the members do
 _WENT_BACK: Final = "The run rolled back, to weights that this peer does not have. Join again."
 
@@ -330,11 +330,11 @@ class ServerMembership:
         """Refuse a joiner that announces the address of another peer, such as that of the run's first machine."""
         own = PeerId(candidate.member.peer_id)
 
-        async def check(place: HostPort) -> None:
-            place.check_answers_as(await self._transport.identify(place.maddr), own)
+        async def check(host_port: HostPort) -> None:
+            host_port.check_answers_as(await self._transport.identify(host_port.maddr), own)
 
-        places = {address.host_port for address in Address.parse_all(candidate.addresses[:_MAX_PLACES])}
-        await gather(check(place) for place in places if place.is_unique)
+        host_ports = {address.host_port for address in Address.parse_all(candidate.addresses[:_MAX_HOST_PORTS])}
+        await gather(check(host_port) for host_port in host_ports if host_port.is_unique)
 
     async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> None:
         """Record that a joiner has caught up with its stage, or raise its refusal."""

@@ -41,7 +41,7 @@ class MoveCosts:
 
 @dataclass(frozen=True)
 class _StagePeer:
-    """A peer's place, with the arguments of `StageRates.put`."""
+    """A peer in a stage, with the arguments of `StageRates.put`."""
 
     stage: int
     samples_per_s: float
@@ -93,27 +93,27 @@ class StageRates:
         """Add or replace a peer on its way to a stage, which cannot move until it arrives."""
         self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, barred=(), scatter=SCATTER))
 
-    def _enter(self, peer: PeerId, place: _StagePeer) -> None:
-        """Put a peer into a place, out of its former place."""
+    def _enter(self, peer: PeerId, entry: _StagePeer) -> None:
+        """Put a peer into a stage, out of its former stage."""
         self.remove(peer)
-        self._where[peer] = place
-        self._count(place, 1)
-        if place.movable:
-            insort(self._movable[place.stage], (place.samples_per_s, peer))
+        self._where[peer] = entry
+        self._count(entry, 1)
+        if entry.movable:
+            insort(self._movable[entry.stage], (entry.samples_per_s, peer))
 
     def remove(self, peer: PeerId) -> None:
         """Remove a peer, if it is there."""
-        place = self._where.pop(peer, None)
-        if place is None:
+        entry = self._where.pop(peer, None)
+        if entry is None:
             return
-        self._count(place, -1)
-        if not self.num_peers[place.stage]:
-            self.rates[place.stage] = self.squares[place.stage] = 0.0  # without rounding errors
-        if not self._num_serving[place.stage]:
-            self.serving_rates[place.stage] = 0.0
-        if place.movable:
-            there = self._movable[place.stage]
-            del there[bisect_left(there, (place.samples_per_s, peer))]
+        self._count(entry, -1)
+        if not self.num_peers[entry.stage]:
+            self.rates[entry.stage] = self.squares[entry.stage] = 0.0  # without rounding errors
+        if not self._num_serving[entry.stage]:
+            self.serving_rates[entry.stage] = 0.0
+        if entry.movable:
+            there = self._movable[entry.stage]
+            del there[bisect_left(there, (entry.samples_per_s, peer))]
 
     def move(self, move: Move) -> None:
         """Apply a move."""
@@ -149,15 +149,15 @@ class StageRates:
         """Return the number of a stage's peers that have arrived."""
         return self._num_serving[stage]
 
-    def _count(self, place: _StagePeer, sign: int) -> None:
+    def _count(self, entry: _StagePeer, sign: int) -> None:
         """Add a peer to the sums of its stage, or subtract it if `sign` is -1."""
-        rate = place.samples_per_s / self.work[place.stage]
-        self.rates[place.stage] += sign * rate
-        self.squares[place.stage] += sign * (rate * place.scatter) ** 2
-        self.num_peers[place.stage] += sign
-        if place.arrived:
-            self.serving_rates[place.stage] += sign * rate
-            self._num_serving[place.stage] += sign
+        rate = entry.samples_per_s / self.work[entry.stage]
+        self.rates[entry.stage] += sign * rate
+        self.squares[entry.stage] += sign * (rate * entry.scatter) ** 2
+        self.num_peers[entry.stage] += sign
+        if entry.arrived:
+            self.serving_rates[entry.stage] += sign * rate
+            self._num_serving[entry.stage] += sign
 
 
 def stage_for(stages: StageRates) -> int:

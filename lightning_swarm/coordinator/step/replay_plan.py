@@ -185,7 +185,7 @@ def choose_blamed(
     """Choose the servers to exclude when a round of averaging is repeated; none if all were reached."""
     if failed:
         return sorted(failed)
-    order = {peer: place for place, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
+    order = {peer: index for index, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
     against: dict[PeerId, set[PeerId]] = {}
     for accuser, peers in unreached.items():
         for peer in peers:

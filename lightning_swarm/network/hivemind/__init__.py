@@ -60,7 +60,7 @@ async def start(
         raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
     await _check_free(listen)
     remove_dead_sockets()
-    is_local = listen.is_loopback and all(HostPort(host_of([place]), 0).is_loopback for place in announce)
+    is_local = listen.is_loopback and all(HostPort(host_of([maddr]), 0).is_loopback for maddr in announce)
     identity = _identity(identity_path, is_local=is_local)
     with nullcontext(identity_path) if identity_path is not None else identity.temporary_file() as key_path:
         known_as = identity.peer_id if identity_path is not None else None
@@ -71,17 +71,17 @@ async def start(
     try:
         await transport.open()
         # If a router does not route its outer address back inside, the check waits until its timeout, and passes.
-        await gather(_check_answers(transport, place) for place in announce)
+        await gather(_check_answers(transport, maddr) for maddr in announce)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
         await transport.close()
         raise
 
 
-async def _check_answers(transport: HivemindTransport, place: str) -> None:
+async def _check_answers(transport: HivemindTransport, maddr: str) -> None:
     """Refuse an announced address, ``/ip4/…/tcp/…``, at which another peer answers."""
-    there = Address.parse(f"{place}/p2p/{transport.peer_id}").host_port
-    there.check_answers_as(await transport.identify(place), transport.peer_id)
+    there = Address.parse(f"{maddr}/p2p/{transport.peer_id}").host_port
+    there.check_answers_as(await transport.identify(maddr), transport.peer_id)
 
 
 def _identity(path: str | None, *, is_local: bool) -> Identity:

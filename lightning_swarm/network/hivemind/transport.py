@@ -88,13 +88,13 @@ class HivemindTransport(BaseTransport):
         """See `Transport`."""
         by_peer: defaultdict[PeerId, list[str]] = defaultdict(list)
         for address in addresses:
-            place, separator, peer = address.rpartition("/p2p/")
+            maddr, separator, peer = address.rpartition("/p2p/")
             if not separator:
                 raise ProtocolError(f"A full address ends in /p2p/<peer id>, got {address!r}.")
-            by_peer[PeerId(peer)].append(place)
+            by_peer[PeerId(peer)].append(maddr)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await gather(self._daemon.connect(peer, places) for peer, places in by_peer.items())
+                await gather(self._daemon.connect(peer, maddrs) for peer, maddrs in by_peer.items())
         except TimeoutError as error:
             raise DeadlineExceeded(f"{', '.join(by_peer)} did not answer within {_CONNECT_TIMEOUT_S:g} s.") from error
 

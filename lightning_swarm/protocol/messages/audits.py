@@ -50,24 +50,24 @@ SumDigest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DI
 
 
 def pack_order(receipts: Iterable[Receipt]) -> bytes:
-    """Pack the order of distinct receipts as their places in the sorted list, four bytes each."""
+    """Pack the order of distinct receipts as their indices in the sorted list, four bytes each."""
     ordered = list(receipts)
-    places = {receipt: place for place, receipt in enumerate(sorted(ordered))}
-    return b"".join(places[receipt].to_bytes(ORDER_BYTES, "little") for receipt in ordered)
+    indices = {receipt: index for index, receipt in enumerate(sorted(ordered))}
+    return b"".join(indices[receipt].to_bytes(ORDER_BYTES, "little") for receipt in ordered)
 
 
 def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
     """Return receipts in their packed order; raise `ProtocolError` unless it is a permutation of them."""
     known = sorted(receipts)
-    places = [
+    indices = [
         int.from_bytes(packed[begin : begin + ORDER_BYTES], "little") for begin in range(0, len(packed), ORDER_BYTES)
     ]
-    if len(packed) != ORDER_BYTES * len(known) or sorted(places) != list(range(len(known))):
+    if len(packed) != ORDER_BYTES * len(known) or sorted(indices) != list(range(len(known))):
         raise ProtocolError(
-            f"an order of {len(known)} microbatches names each of their places once in {ORDER_BYTES} "
+            f"an order of {len(known)} microbatches names each of their indices once in {ORDER_BYTES} "
             f"bytes, got {len(packed)} bytes"
         )
-    return [known[place] for place in places]
+    return [known[index] for index in indices]
 
 
 class SketchRequest(WireMessage, frozen=True):

@@ -17,8 +17,8 @@ _Numbers = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
 
 def part_bounds(length: int, num_members: int) -> list[slice]:
     """Return the bounds of a vector's parts; each member of a round reduces one part."""
-    places = [length * i // num_members for i in range(num_members + 1)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(places)]
+    bounds = [length * i // num_members for i in range(num_members + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 class ProjectRequest(WireMessage, frozen=True):

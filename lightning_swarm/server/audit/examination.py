@@ -167,30 +167,28 @@ class Examination:
             right = same_numbers(answer.means, known.means, known.norms)
             if not right or not same_numbers([answer.squared_norm], [known.squared_norm]):
                 self.lies[peer] = f"{peer} answers projections, or a norm, that are not those of the mean that it holds"
-        for place, reducer in enumerate(self.members):
+        for rank, reducer in enumerate(self.members):
             if reducer not in self.lies:
-                self._check_reducer(place, reducer)
+                self._check_reducer(rank, reducer)
 
     def _mean_of(self, peer: PeerId) -> _MeanNumbers | None:
         """Return the numbers of a member's mean; None if the member was found to lie."""
         return self._known.get(tuple(self._answers[peer].parts)) if peer not in self.lies else None
 
-    def _check_reducer(self, place: int, reducer: PeerId) -> None:
+    def _check_reducer(self, rank: int, reducer: PeerId) -> None:
         """Check the part of the mean that a member made, against its inputs and against the others' copies."""
         own, answer = self._mean_of(reducer), self._answers[reducer]
-        if own is not None and own.wrong[place]:
+        if own is not None and own.wrong[rank]:
             said = dict(zip(self.members, answer.given, strict=True))
-            others = [peer for peer, digest in said.items() if digest != self._given[peer][place]]
+            others = [peer for peer, digest in said.items() if digest != self._given[peer][rank]]
             if not others or reducer in others:
                 self.lies[reducer] = f"{reducer} made another mean than that of the sums that it was given"
                 return
             for peer in others:
-                self._note(reducer, peer, f"{reducer} reports another part {place} of the sum of {peer} than committed")
+                self._note(reducer, peer, f"{reducer} reports another part {rank} of the sum of {peer} than committed")
         for peer in self.members:
-            if peer not in self.lies and self._answers[peer].parts[place] != answer.parts[place]:
-                self._note(
-                    reducer, peer, f"{peer} holds another part {place} of the mean than {reducer}, which made it"
-                )
+            if peer not in self.lies and self._answers[peer].parts[rank] != answer.parts[rank]:
+                self._note(reducer, peer, f"{peer} holds another part {rank} of the mean than {reducer}, which made it")
 
     def _note(self, reducer: PeerId, other: PeerId, reason: str) -> None:
         self.contradictions.append(Contradiction(reducer=reducer, other=other, reason=reason))

@@ -81,13 +81,13 @@ class AuditedRoundLog(RoundLog):
     ) -> tuple[Tensor, AveragingState]:
         # Fetch the whole mean from one member. With a part from each, any member could keep joiners out by a false
         # part. The coordinator checks the mean; if it is false, the next round asks another member.
-        place = self._giver(closing, group.roster)
-        mean = await taken(group, place, _MEAN, like=like, length=len(like))
+        rank = self._giver(closing, group.roster)
+        mean = await taken(group, rank, _MEAN, like=like, length=len(like))
         return mean.to(like.device), AveragingState()
 
     def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
         """Return the roster index of the member to ask for a mean: a trusted member, else each in turn."""
-        trusted = [place for place, peer in enumerate(roster) if peer in self._membership.run.trusted]
+        trusted = [rank for rank, peer in enumerate(roster) if peer in self._membership.run.trusted]
         turn = self._membership.me.boot_id + closing.step + closing.round
         return trusted[0] if trusted else turn % len(roster)
 

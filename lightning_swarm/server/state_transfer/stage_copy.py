@@ -88,11 +88,11 @@ class IncomingSnapshot:
         if not 0 < num_bytes <= at_most or any(part.dtype != torch.uint8 or part.ndim != 1 for part in parts):
             raise ProtocolError(f"a piece has 1 to {at_most} bytes, got {num_bytes} elements in {len(parts)} tensors")
         # The parts of this snapshot's tensors into which the piece is written.
-        places = list(_overlaps(self._tensors, start, start + num_bytes))
-        if [place.numel() for place in places] != [part.numel() for part in parts]:
+        views = list(_overlaps(self._tensors, start, start + num_bytes))
+        if [view.numel() for view in views] != [part.numel() for part in parts]:
             raise ProtocolError(f"a piece from byte {start} on is cut where tensors end; this one is cut otherwise")
-        for place, part in zip(places, parts, strict=True):
-            place.copy_(part)
+        for view, part in zip(views, parts, strict=True):
+            view.copy_(part)
         return num_bytes
 
     def values(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
