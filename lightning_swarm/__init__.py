@@ -7,7 +7,7 @@ Importing the package registers ``strategy="swarm"`` with Lightning, under both 
 from typing import TYPE_CHECKING
 
 from lightning_swarm.core import program  # noqa: F401 - it records the working folder before user code can change it
-from lightning_swarm.core.import_hook import alias_modules, import_along, lazy_attributes
+from lightning_swarm.core.import_hook import alias_modules, import_after, lazy_attributes
 
 __version__ = "0.1.0"
 
@@ -66,13 +66,13 @@ else:
     }
     __all__ = [name for name, path in _PATHS.items() if ":" in path] + ["__version__"]
     __getattr__ = lazy_attributes(__name__, _PATHS)
-    alias_modules(__name__, _PATHS)
+    alias_modules(__name__, _PATHS)  # so that `import lightning_swarm.nn` works, too
 
     def __dir__() -> list[str]:
         return sorted([*_PATHS, "__version__"])
 
-    import_along("lightning.pytorch", "lightning_swarm.strategy.registration")
+    import_after("lightning.pytorch", "lightning_swarm.strategy.registration")
     # LightningCLI finds a class by its bare name only if the class's module is imported.
-    import_along("lightning.pytorch.cli", *_PATHS.values())
+    import_after("lightning.pytorch.cli", *_PATHS.values())
     # Only if the script imports `pytorch_lightning`, before or after this package.
-    import_along("pytorch_lightning", "lightning_swarm.pytorch_lightning")
+    import_after("pytorch_lightning", "lightning_swarm.pytorch_lightning")

@@ -34,7 +34,7 @@ def lazy_attributes(package: str, paths: Mapping[str, str]) -> Callable[[str], A
     return get
 
 
-def import_along(package: str, *paths: str) -> None:
+def import_after(package: str, *paths: str) -> None:
     """Import each ``module`` or ``module:attribute`` right after `package`: now, or when `package` is imported."""
     if package in sys.modules:
         _import_all(paths)

@@ -424,8 +424,8 @@ class BaseTransport(Transport):
                 self._liveness.watch(peer, exchange)
                 if self._certification is None:
                     return await send(exchange, peer, kind, method, message, max_bytes)
-                ask = partial(send, exchange, peer, kind, method, message, max_bytes)
-                return await self._certification.ask(peer, method, ask)
+                send_once = partial(send, exchange, peer, kind, method, message, max_bytes)
+                return await self._certification.ask(peer, method, send_once)
         except TimeoutError as error:
             if not limit.expired():  # another timeout, within the exchange
                 raise

@@ -75,7 +75,7 @@ def test_type_checkers_are_shown_the_names_that_there_are() -> None:
     (branch,) = [node for node in ast.parse(inspect.getsource(lightning_swarm)).body if isinstance(node, ast.If)]
     exec(compile(ast.Module(branch.body, []), "shown", "exec"), shown)
     names = {name for name in dir(lightning_swarm) if not name.startswith("_")}
-    own = {"TYPE_CHECKING", "alias_modules", "import_along", "lazy_attributes"}
+    own = {"TYPE_CHECKING", "alias_modules", "import_after", "lazy_attributes"}
     submodules = {name for name in names if f"lightning_swarm.{name}" in sys.modules} - set(lightning_swarm._PATHS)
     assert {name for name in shown if name != "__builtins__"} - {
         "boundary_layers",

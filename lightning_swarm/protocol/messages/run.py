@@ -14,51 +14,6 @@ from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, Sho
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.trust.certificates import MAX_USES, InvitationNumber, Uses
 
-
-def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:
-    """Refuse a selection of unknown parameters, or of trained parameters whose gradients cannot be summed."""
-    dtypes = {name: dtype for stage in stages for name, _, dtype in stage.parameters}
-    unknown = sorted((selection.groups.keys() | set(selection.frozen)) - dtypes.keys())
-    if unknown:
-        raise ProtocolError(f"a selection must be of the run's parameters, got {unknown[:5]}")
-    beyond = sorted(name for name, index in selection.groups.items() if index >= selection.num_groups)
-    if beyond:
-        raise ProtocolError(f"there are {selection.num_groups} parameter groups; {beyond[:5]} are in none of them")
-    frozen = set(selection.frozen)
-    # Gradients of complex parameters cannot be summed, so these are allowed only outside the optimizer's groups.
-    wrong = [
-        name
-        for name, dtype in dtypes.items()
-        if name not in frozen and "float" not in dtype and (name in selection.groups or "complex" not in dtype)
-    ]
-    if wrong:
-        raise ProtocolError(f"trained parameters must be real floating point numbers, {wrong[:5]} are not")
-
-
-def check_change(change: StepChange, stages: Sequence[StageManifest]) -> None:
-    """Refuse a change with an invalid selection, see `check_selection`, or with weights of unknown stages."""
-    if change.selection is not None:
-        check_selection(change.selection, stages)
-    if change.written is not None and max(change.written.stages) >= len(stages):
-        raise ProtocolError(f"there are {len(stages)} stages, got weights written in {change.written.stages[:5]}")
-
-
-def trained_names(selection: Selection) -> set[str]:
-    """Return the parameters that the optimizer steps, which are in one of its groups and not frozen."""
-    return selection.groups.keys() - set(selection.frozen)
-
-
-def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """Return the first stage that trains a parameter, has batch norms, or is on trainers; if none, `len(stages)`."""
-    # Earlier stages need no gradient unless the pipeline's own input does, and hold no receipts.
-    trained = trained_names(selection) if selection is not None else set()
-    for index, stage in enumerate(stages):
-        has_statistics = bool(stage.statistics) and selection is not None
-        if stage.on_trainers or has_statistics or any(name in trained for name, _, _ in stage.parameters):
-            return index
-    return len(stages)
-
-
 MAX_SIZE_CHANGES = 1 << 16  # most changes of the batch size within an epoch
 MAX_PLAN_METRICS = 256
 MAX_METRIC_BYTES = 4096  # size of a plan's metrics and their names, because all plans must fit into one message
@@ -416,3 +371,47 @@ class RecordDigestReply(WireMessage, frozen=True):
     """The coordinator's digest of a record, by which a joining server checks the record that its donor sent."""
 
     digest: Sha256  # digest of the record's encoding
+
+
+def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:
+    """Refuse a selection of unknown parameters, or of trained parameters whose gradients cannot be summed."""
+    dtypes = {name: dtype for stage in stages for name, _, dtype in stage.parameters}
+    unknown = sorted((selection.groups.keys() | set(selection.frozen)) - dtypes.keys())
+    if unknown:
+        raise ProtocolError(f"a selection must be of the run's parameters, got {unknown[:5]}")
+    beyond = sorted(name for name, index in selection.groups.items() if index >= selection.num_groups)
+    if beyond:
+        raise ProtocolError(f"there are {selection.num_groups} parameter groups; {beyond[:5]} are in none of them")
+    frozen = set(selection.frozen)
+    # Gradients of complex parameters cannot be summed, so these are allowed only outside the optimizer's groups.
+    wrong = [
+        name
+        for name, dtype in dtypes.items()
+        if name not in frozen and "float" not in dtype and (name in selection.groups or "complex" not in dtype)
+    ]
+    if wrong:
+        raise ProtocolError(f"trained parameters must be real floating point numbers, {wrong[:5]} are not")
+
+
+def check_change(change: StepChange, stages: Sequence[StageManifest]) -> None:
+    """Refuse a change with an invalid selection, see `check_selection`, or with weights of unknown stages."""
+    if change.selection is not None:
+        check_selection(change.selection, stages)
+    if change.written is not None and max(change.written.stages) >= len(stages):
+        raise ProtocolError(f"there are {len(stages)} stages, got weights written in {change.written.stages[:5]}")
+
+
+def trained_names(selection: Selection) -> set[str]:
+    """Return the parameters that the optimizer steps, which are in one of its groups and not frozen."""
+    return selection.groups.keys() - set(selection.frozen)
+
+
+def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
+    """Return the first stage that trains a parameter, has batch norms, or is on trainers; if none, `len(stages)`."""
+    # Earlier stages need no gradient unless the pipeline's own input does, and hold no receipts.
+    trained = trained_names(selection) if selection is not None else set()
+    for index, stage in enumerate(stages):
+        has_statistics = bool(stage.statistics) and selection is not None
+        if stage.on_trainers or has_statistics or any(name in trained for name, _, _ in stage.parameters):
+            return index
+    return len(stages)

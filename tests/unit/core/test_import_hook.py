@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_swarm.core.import_hook import alias_modules, import_along, lazy_attributes
+from lightning_swarm.core.import_hook import alias_modules, import_after, lazy_attributes
 
 NAMES = ("waited_for", "along", "lazy", "lazy.part")
 
@@ -36,7 +36,7 @@ def _packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_module_is_imported_along_with_a_package() -> None:
     finders = [*sys.meta_path]
-    import_along("waited_for", "along")
+    import_after("waited_for", "along")
     assert "along" not in sys.modules
     # Code may look for a package without importing it.
     assert importlib.util.find_spec("waited_for") is not None
@@ -47,19 +47,19 @@ def test_a_module_is_imported_along_with_a_package() -> None:
 
 def test_a_module_is_imported_at_once_if_the_package_is_there() -> None:
     package = importlib.import_module("waited_for")
-    import_along("waited_for", "along")
+    import_after("waited_for", "along")
     assert package.number == 1
 
 
 def test_two_wait_for_one_package() -> None:
-    import_along("waited_for", "along")
-    import_along("waited_for", "lazy.part:value")
+    import_after("waited_for", "along")
+    import_after("waited_for", "lazy.part:value")
     importlib.import_module("waited_for")
     assert {"along", "lazy.part"} <= sys.modules.keys()
 
 
 def test_a_package_that_is_missing_stays_missing() -> None:
-    import_along("not_there", "along")
+    import_after("not_there", "along")
     with pytest.raises(ModuleNotFoundError, match="No module named 'not_there'"):
         importlib.import_module("not_there")
     assert "along" not in sys.modules
@@ -97,7 +97,7 @@ def test_a_loader_of_several_modules_stays_as_it_was() -> None:
 
     executed: list[str] = []
     sys.meta_path.insert(0, Shared())
-    import_along("waited_for", "along")
+    import_after("waited_for", "along")
     for name in ("waited_for", "lazy"):
         importlib.import_module(name)
     assert executed == ["waited_for", "lazy"]
