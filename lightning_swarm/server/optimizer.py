@@ -55,7 +55,7 @@ class StageOptimizer:
         while len(groups) < selection.num_groups:  # the next record brings their hyperparameters
             groups.append(copy.deepcopy(self.torch_optimizer.defaults))
         self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
-        for index, group in enumerate(groups):  # empty groups stay: records address groups by place
+        for index, group in enumerate(groups):  # empty groups stay: records address groups by index
             group["params"] = [own for name, own in self._stepped.items() if selection.groups.get(name) == index]
 
     def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -29,7 +29,7 @@ class WaitingList(Protocol):
         ...
 
     def forget(self, peer: PeerId) -> None:
-        """Free the place of a peer that is gone, if it has one."""
+        """Remove a peer that is gone from the list, if it is there."""
         ...
 
 
@@ -44,7 +44,7 @@ class InvitationUses:
     _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)  # waiting peer -> its invitation
 
     async def forget_the_gone(self, peer: PeerId) -> None:
-        """Free the places of peers that died while they waited, if a peer that asks needs one of their uses."""
+        """Free the uses of peers that died while they waited, if a peer that asks needs one."""
         used, permit = self._run.invitations, self._transport.permit_of(peer)
         if isinstance(used, UnsetType) or permit is None:
             return

@@ -43,7 +43,7 @@ _MAX_MISSES: Final = 3  # missed rounds of a joiner, before it may not join for 
 _MAX_MISSING: Final = 1024  # peers whose misses are remembered
 _FIRST_EXCLUSION_S: Final = 5.0  # doubles with each further miss
 _MAX_CANDIDATES: Final = 64  # servers that are joining at the same time
-_FIRST_READY_S: Final = 300.0  # time for a download; a slower joiner has stalled, and frees its place if all are taken
+_FIRST_READY_S: Final = 300.0  # time for a download; a slower joiner has stalled, and frees its slot if all are taken
 _STALLED_S: Final = 60.0  # time for which a stalled joiner may not ask again
 _MIN_ENTERING: Final = 2  # joiners that even a stage with fewer servers takes in one round
 _MEET_TIMEOUT_S: Final = 10.0
@@ -287,11 +287,11 @@ class ServerMembership:
         return there
 
     def _forget_the_silent(self, caller: PeerId) -> None:
-        """Drop joiners that were silent for too long; if places are short, also joiners that did not catch up."""
+        """Drop joiners that were silent for too long; if slots are short, also joiners that did not catch up."""
         at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
         for peer, one in list(self._waiting.items()):
-            # A download may take long, but asking to join again and again costs nothing, and must not hold a place.
+            # A download may take long, but asking to join again and again costs nothing, and must not hold a slot.
             if is_full and not one.caught_up and one.since_s < at_s - _FIRST_READY_S:
                 self._misses.add(peer, now_s=at_s, least_s=_STALLED_S)
                 del self._waiting[peer]

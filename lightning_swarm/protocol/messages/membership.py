@@ -36,7 +36,7 @@ class FollowRequest(WireMessage, frozen=True):
     stage_index: Count
     # Version of the state, if this member only helps the member that the candidate follows; None: newest.
     version: Count | None
-    hold_s: Seconds  # how long to wait for a free place: a member serves few candidates at once
+    hold_s: Seconds  # how long to wait for a free slot: a member serves few candidates at once
 
 
 class TensorLayout(WireMessage, frozen=True):

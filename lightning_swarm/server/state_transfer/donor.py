@@ -35,7 +35,7 @@ _MAX_PIECES: Final = 4  # pieces in transit to one peer
 _MAX_PIECE_BYTES: Final = 4 << 20
 _MIN_PIECE_BYTES: Final = 64 << 10
 _IDLE_S: Final = 60.0  # seconds without a request after which a download is dropped
-_MIN_BYTES_PER_S: Final = 64 << 10  # lowest mean rate of a download, because other joiners wait for its place
+_MIN_BYTES_PER_S: Final = 64 << 10  # lowest mean rate of a download, because other joiners wait for its slot
 _MAX_RECORDS: Final = 16  # records that a joiner may follow before it is admitted, beside the records that it missed
 _HOLD_S: Final = 20.0  # longest time for which a request waits here
 _CATCH_UP: Final = 4.0  # a joiner catches up this many times as fast as records come, or faster
@@ -68,7 +68,7 @@ class _CatchingUp:
     stage_index: int
     version: int
     last_heard_s: float
-    due: int | None = None  # version beyond which it loses its place unless it is admitted; None: it is downloading
+    due: int | None = None  # version beyond which it loses its slot unless it is admitted; None: it is downloading
     entered: bool = False  # admitted by the last record, which it may still request
 
 
@@ -109,9 +109,9 @@ class Donor:
         self._state = _DonorGeneration()
         self._met: dict[PeerId, Candidate] = {}  # joiners that the coordinator introduced
         self._membership.introduced = self._met
-        self._queued: set[PeerId] = set()  # peers that wait for a place
+        self._queued: set[PeerId] = set()  # peers that wait for a slot
         self._backoff = JoinBackoff()  # delays peers that began downloads and never joined
-        self._freed = asyncio.Event()  # set when a place may be free, and then replaced
+        self._freed = asyncio.Event()  # set when a slot may be free, and then replaced
         self._throttle = Throttle(limits.max_upload)
         self._applied_s = 0.0  # when the newest record was applied
         self._interval_s = 0.0  # seconds between the last two records
@@ -277,7 +277,7 @@ class Donor:
         return reply, [tensor.cpu() for tensor in written.values()]
 
     async def _get_place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
-        """Wait for a place: each peer has one download in progress, and few peers join at a time."""
+        """Wait for a slot: each peer has one download in progress, and few peers join at a time."""
         end_s = now_s() + within_s
         if caller in self._state.downloads or caller in self._queued:
             raise Busy("this peer has a download under way, or asks for one")
@@ -300,7 +300,7 @@ class Donor:
         return len(self._state.downloads.keys() | (following - {caller}))
 
     def _give_up_stalled(self) -> None:
-        """Free the places of joiners that make no progress."""
+        """Free the slots of joiners that make no progress."""
         at_s, state = now_s(), self._state
         bytes_per_s = min(_MIN_BYTES_PER_S, self._limits.max_upload / (2 * _MAX_JOINING))
         for peer, download in list(state.downloads.items()):
@@ -322,7 +322,7 @@ class Donor:
         self._notify()
 
     def _notify(self) -> None:
-        """Let waiting peers look for a free place."""
+        """Let waiting peers look for a free slot."""
         self._freed.set()
         self._freed = asyncio.Event()
 

@@ -284,7 +284,7 @@ class Joiner:
         ready = ReadyRequest(generation=generation, version=version)
         try:
             await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
-        except ProtocolError as error:  # its place may have gone to another while it was downloading
+        except ProtocolError as error:  # its slot may have gone to another while it was downloading
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
     def _seat(self, version: int, seats: SeatedMembers) -> bool:

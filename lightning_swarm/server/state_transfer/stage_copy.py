@@ -180,7 +180,7 @@ class StageDownload:
                 try:
                     return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:
-                    _log.info("%s has no place for one more download: %s", donor, error)
+                    _log.info("%s has no slot for one more download: %s", donor, error)
             await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor may answer busy at once, without waiting `hold_s`
             hold_s = _HOLD_S
 
