@@ -33,6 +33,8 @@ _MAX_BODY_BYTES: Final = MAX_CALL_BYTES // 2
 class _Parcel(Generic[_R, _A]):
     record: _R
     tensors: Sequence[Tensor]
+    num_bytes: int  # of the tensors
+    body_bytes: int  # of the encoded record
     answer: asyncio.Future[_A]
 
 
@@ -46,12 +48,13 @@ class Outbox(Generic[_R, _A]):
 
     async def put(self, peer: PeerId, record: _R, tensors: Sequence[Tensor], *, lane: str = "") -> _A:
         """Send a record with its tensors, only beside records of the same lane; return its answer."""
-        loop = asyncio.get_running_loop()
+        loop, num_bytes = asyncio.get_running_loop(), sum(tensor.nbytes for tensor in tensors)
+        # Encoded here, because a record that cannot be encoded concerns only its sender.
+        parcel = _Parcel[_R, _A](record, tensors, num_bytes, len(encode(record)), loop.create_future())
+        if num_bytes > SMALL_BYTES:
+            lane = f"{lane} alone {id(record)}"
         if not self._waiting:
             loop.call_soon(self._flush)
-        if sum(tensor.nbytes for tensor in tensors) > SMALL_BYTES:
-            lane = f"{lane} alone {id(record)}"
-        parcel = _Parcel[_R, _A](record, tensors, loop.create_future())
         self._waiting.setdefault((peer, lane), []).append(parcel)
         return await parcel.answer
 
@@ -83,11 +86,10 @@ def _messages(parcels: Sequence[_Parcel[_R, _A]]) -> Iterator[list[_Parcel[_R, _
     together: list[_Parcel[_R, _A]] = []
     num_bytes = body_bytes = 0
     for parcel in parcels:
-        own_bytes, own_body_bytes = sum(tensor.nbytes for tensor in parcel.tensors), len(encode(parcel.record))
-        num_bytes, body_bytes = num_bytes + own_bytes, body_bytes + own_body_bytes
+        num_bytes, body_bytes = num_bytes + parcel.num_bytes, body_bytes + parcel.body_bytes
         if together and (len(together) == MAX_TOGETHER or num_bytes > _MAX_BYTES or body_bytes > _MAX_BODY_BYTES):
             yield together
-            together, num_bytes, body_bytes = [], own_bytes, own_body_bytes
+            together, num_bytes, body_bytes = [], parcel.num_bytes, parcel.body_bytes
         together.append(parcel)
     yield together
 
