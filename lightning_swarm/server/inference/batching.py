@@ -60,7 +60,8 @@ class WaitingStep(Generic[_T]):
     def __post_init__(self) -> None:
         """Set the kind of the step."""
         rows, tokens = self.part.rows, self.part.tokens
-        can_join = self.step.number > 1 and self.step.recipe is not None and not self.step.draws
+        # By its cache itself, because no verdict on other texts may depend on a recipe that a client makes up.
+        can_join = self.step.number > 1 and not self.step.draws and attention_cache.is_restorable(self.part.cache)
         if self.stage.batches_texts and not self.step.exact and can_join and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
             adapted = None if self.part.adapter is None else self.part.adapter.layers
@@ -197,9 +198,7 @@ class JointSteps(Generic[_T]):
         self._problem = None
         if len(works) > 1:
             verdict = self._verdicts.of(works)
-            if not all(attention_cache.is_restorable(work.part.cache) for work in works):
-                self._verdicts.enter(works, "their caches keep more than keys and values")
-            elif verdict is None:
+            if verdict is None:
                 self._try(works[:_MAX_TRIED])
             elif verdict:
                 joined = self._jointly(works)
@@ -247,6 +246,8 @@ class JointSteps(Generic[_T]):
             return
         finally:
             put_back()
+        if not all(map(_is_finite, apart)):  # numbers like NaN, which a client may send, prove nothing
+            return
         self._verdicts.enter(works, None if all(map(_alike, together, apart)) else "the numbers differ")
 
 
@@ -305,6 +306,10 @@ def _made(part: SessionPart, output: serialization.Tree) -> tuple[Any, list[Tens
     structure, tensors = serialization.flatten(output)
     new = [tensor[..., -part.tokens :, :] for tensor in attention_cache.tensors(part.cache) if tensor.ndim > 2]
     return structure, [*tensors, *new]
+
+
+def _is_finite(made: tuple[Any, list[Tensor]]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in made[1])
 
 
 def _alike(one: tuple[Any, list[Tensor]], other: tuple[Any, list[Tensor]]) -> bool:

@@ -269,7 +269,7 @@ class SessionHandlers:
             try:
                 await stage.ready()
                 own = stage.module.extras_for(extras)  # within `try`, because a client may send anything
-                part = SessionPart(hidden, own, adapter=stage.adapter)
+                part = SessionPart(hidden, own, cache=held.cache, adapter=stage.adapter)
                 kept, busy_s = await self._steps.compute(
                     WaitingStep(stage, step, part, prepare, finish, lambda: self._has(held))
                 )

@@ -18,7 +18,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SessionLost
 from lightning_swarm.model.inference import attention_cache
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.protocol.messages.inference import CacheLayer, CacheRecipe, SessionStep
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.inference import batching as joint_steps
 from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
@@ -52,7 +52,7 @@ class Recorded:
                 WaitingStep(
                     self.stage,
                     step,
-                    SessionPart(part.hidden, part.extras, adapter=part.adapter),
+                    SessionPart(part.hidden, part.extras, own, part.adapter),
                     lambda own=own: own,
                     lambda output: serialization.flatten(output)[1],
                 )
@@ -297,6 +297,40 @@ def test_equal_texts_prove_nothing(tmp_path: Path, loop: VirtualLoop, monkeypatc
         results(loop, steps, equal.waiting(number))
     assert not steps._verdicts._found
     assert steps.num_joint == 0
+
+
+def test_numbers_that_are_not_finite_prove_nothing(
+    tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's NaN must not end the joint steps of others."""
+    texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
+    steps = JointSteps[Any](InlineExecutor())
+    works = texts.waiting(1)
+    hidden = works[2].part.hidden
+    works[2].part.hidden = serialization.transform(hidden, lambda leaf: leaf * float("nan"))  # type: ignore[operator]
+    results(loop, steps, works)
+    assert not steps._verdicts._found
+    for number in (1, 2):
+        results(loop, steps, texts.waiting(number))
+    assert steps.num_joint == 3
+
+
+def test_states_in_a_cache_count_against_no_other_text(
+    tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's recipe may ask for states where the model keeps keys."""
+    texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
+    steps = JointSteps[Any](InlineExecutor())
+    recipe = CacheRecipe(layers=[CacheLayer(kind="linear")] * 4, records_past=False)
+    step, part, _ = texts.texts[2][1]
+    texts.texts[2][1] = step, part, attention_cache.build(recipe)
+    (of_states,) = [work for work in texts.waiting(1) if work.kind is None]
+    assert of_states.step is step
+    results(loop, steps, texts.waiting(1))
+    assert False not in steps._verdicts._found.values()
+    for _ in range(2):
+        results(loop, steps, texts.waiting(2))
+    assert steps.num_joint == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
