@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -61,7 +61,7 @@ class TextScheduler:
         self._due: dict[Route, list[GrowingText]] = {}  # texts whose next step is due
         self._num_texts = 0  # texts that have begun and not ended
         self._stepping: dict[int, tuple[Route, int]] = {}  # id of each group under way -> its route, number of texts
-        self._num_feeding = 0  # parts of prompts under way
+        self._feeding = Counter[bool]()  # parts of prompts under way; True: whole prompts of exact texts
         self._was_step = False  # the newest work was a step
         self._num_threads = self._num_idle = 0
 
@@ -146,16 +146,21 @@ class TextScheduler:
 
     def _take_part(self) -> Callable[[], None] | None:
         is_alone = not (self._due or self._stepping)
-        if self._num_feeding >= (_MOST_ALONE if is_alone else _MOST_PARTS):
+        most = _MOST_ALONE if is_alone else _MOST_PARTS
+        if self._feeding[False] >= most:
             return None
-        if self._waiting and (self._most_texts is None or self._num_texts < self._most_texts):
+        while self._waiting and (self._most_texts is None or self._num_texts < self._most_texts):
             self._num_texts += 1
             self._prompts.append(self._waiting.popleft())
-        if not self._prompts:
+        # Whole prompts may take minutes, so they never take all places of parts.
+        can_be_exact = self._feeding[True] < most // 2
+        text = next((text for text in self._prompts if can_be_exact or not text.is_exact), None)
+        if text is None:
             return None
+        self._prompts.remove(text)
         self._was_step = False
-        self._num_feeding += 1
-        return partial(self._feed, self._prompts.popleft(), is_alone=is_alone)
+        self._feeding[text.is_exact] += 1
+        return partial(self._feed, text, is_alone=is_alone)
 
     # ------------------------------------------------------------------ work
 
@@ -176,7 +181,7 @@ class TextScheduler:
         if not going:
             text.end()
         with self._changed:
-            self._num_feeding -= 1
+            self._feeding[text.is_exact] -= 1
             self._num_texts -= not going
             if going and is_fed:
                 self._due.setdefault(text.route, []).append(text)

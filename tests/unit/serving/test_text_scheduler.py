@@ -46,13 +46,13 @@ class Text(GrowingText):
 
     route: Any = ()
 
-    def __init__(self, *servers: str, num_prompt: int = 3) -> None:
+    def __init__(self, *servers: str, num_prompt: int = 3, is_exact: bool = False) -> None:
         asked = TextFields(temperature=0.0)
         sampler = TextSampler(
             asked, Sampling.of(asked, transformers.GenerationConfig()), prompt=[0], ends=[], seed=None
         )
         given = {"input_ids": torch.zeros(1, num_prompt, dtype=torch.long)}
-        super().__init__(None, given, {}, sampler, Listener(), num_new=NUM_NEW, ends=[])
+        super().__init__(None, given, {}, sampler, Listener(), num_new=NUM_NEW, ends=[], is_exact=is_exact)
         self.route = tuple(map(PeerId, servers))
 
     def prepare(self) -> bool:
@@ -145,6 +145,27 @@ def test_an_error_ends_the_texts_of_its_group() -> None:
     texts = [Text("a"), Text("b"), Text("a")]
     written(Forward(fail), texts)
     assert [type(text.listener.error) for text in texts] == [ValueError, type(None), ValueError]  # type: ignore[attr-defined]
+
+
+def test_whole_prompts_leave_places_for_other_prompts() -> None:
+    long, may_end = [Text("a", num_prompt=99, is_exact=True) for _ in range(20)], threading.Event()
+
+    class Slow(Forward):
+        def feed(self, text: Text, num_tokens: int) -> torch.Tensor | None:
+            if text.is_exact:
+                assert may_end.wait(60.0)
+            return super().feed(text, num_tokens)
+
+    own, short = scheduler(Slow()), Text("b")
+    for text in (*long, short):
+        own.submit(text)
+    try:
+        assert short.listener.is_over.wait(30.0)  # type: ignore[attr-defined]
+    finally:
+        may_end.set()
+    for text in long:
+        assert text.listener.is_over.wait(60.0)  # type: ignore[attr-defined]
+        assert text.listener.tokens == [1] * NUM_NEW  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("took_s", "wanted"), [(1.0, 32), (0.1, 256), (9.0, 16)])
