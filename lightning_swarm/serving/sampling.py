@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from lightning_swarm.serving.http_fields import RequestError, TextFields
 
 if TYPE_CHECKING:
     from lightning_swarm.serving.grammar_masks import GrammarMask
+
+_LEAST_TEMPERATURE: Final = 1e-5  # lower ones count as 0, as in vLLM, because the logits would overflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Sampling:
             given = getattr(asked, name)
             return given if given is not None else neutral if own.get(name) is None else own[name]
 
+        temperature = value("temperature", 1.0)
         return cls(
-            temperature=value("temperature", 1.0),
+            temperature=0.0 if temperature < _LEAST_TEMPERATURE else temperature,
             top_p=value("top_p", 1.0),
             top_k=max(0, value("top_k", 0)),
             min_p=value("min_p", 0.0),

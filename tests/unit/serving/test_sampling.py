@@ -120,3 +120,9 @@ def test_an_error_concerns_its_own_text() -> None:
     error, token = draw(torch.eye(2, NUM_TOKENS), [bad, good])
     assert isinstance(error, ValueError)
     assert token == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-320])
+def test_a_temperature_near_zero_draws_the_likeliest_token(temperature: float) -> None:
+    scores = torch.arange(1.0, NUM_TOKENS + 1).unsqueeze(0)
+    assert draw(scores, [sampler_of(0, temperature=temperature)]) == [NUM_TOKENS - 1]
