@@ -306,8 +306,10 @@ def test_numbers_that_are_not_finite_prove_nothing(
     texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
     steps = JointSteps[Any](InlineExecutor())
     works = texts.waiting(1)
-    hidden = works[2].part.hidden
-    works[2].part.hidden = serialization.transform(hidden, lambda leaf: leaf * float("nan"))  # type: ignore[operator]
+    (leaf,) = serialization.leaves(works[2].part.hidden)
+    assert isinstance(leaf, Tensor)
+    broken = torch.full_like(leaf, float("nan"))
+    works[2].part.hidden = serialization.transform(works[2].part.hidden, lambda _: broken)
     results(loop, steps, works)
     assert not steps._verdicts._found
     for number in (1, 2):
