@@ -44,6 +44,7 @@ class Text:
     """Receives a text's tokens, with the time of each."""
 
     is_cancelled = False
+    num_cached = 0
 
     def __init__(self, begin: Callable[[], None] = lambda: None) -> None:
         self.begin = begin

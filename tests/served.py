@@ -123,6 +123,7 @@ class ServedSwarm:
         say: Callable[[str], None] = lambda _: None,
         quantize: str | None = None,
         dtype: str | None = None,
+        shares_prefixes: bool = False,
     ) -> ModelHost:
         """Start a server with memory for a share of the blocks, or for these bytes of weights."""
         transport = self.network.transport(name)
@@ -133,6 +134,7 @@ class ServedSwarm:
             num_stages=None if join else self.num_stages,
             quantize=quantize,
             dtype=dtype,
+            shares_prefixes=shares_prefixes,
             moves=moves,
         )
         host = ModelHost(transport, self.network.directory(transport), InlineExecutor, limits, options)

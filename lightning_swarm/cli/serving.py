@@ -131,6 +131,7 @@ def _serve(chosen: argparse.Namespace) -> int:
         blocks=chosen.blocks,
         device=chosen.device,
         batches_texts=not chosen.exact,
+        shares_prefixes=chosen.share_prefixes,
         moves=None if chosen.stay else MovePolicy(),
     )
     runtime, transport, directory = start_network(config, entry, keeps_memory=False)
@@ -240,6 +241,12 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--exact",
         action="store_true",
         help="compute each text alone, so that other texts do not change its rounding (slower; default: together)",
+    )
+    parser.add_argument(
+        "--share-prefixes",
+        action="store_true",
+        help="compute a beginning that prompts of several clients share once; how soon an answer comes then tells a "
+        "client whether others had asked the same (default: each client's own texts only)",
     )
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument(

@@ -51,8 +51,8 @@ class Limits:
         revive_timeout: Seconds to wait for a stage without an answering server before the run rolls back, and for a
             lead whose process is silent. Then a peer that has data rolls the run back, and leads it.
         session_bytes: Bytes that a server may keep for inference sessions: caches of keys and values, and outputs to
-            replay to a server that replaces another. Beyond this, it drops outputs first, then unused sessions. A
-            dropped session that continues is recomputed: slower, never different.
+            replay to a server that replaces another. Beyond this, it drops prefixes of ended texts first, then outputs,
+            then unused sessions. A dropped session that continues is recomputed: slower, never different.
         session_idle: Seconds without a step after which a server drops an inference session.
         step_tokens: Tokens, in all rows together, that one step of an inference session may bring to a server of a
             served model. A longer step is refused, because other sessions would wait for it too long; `generate`

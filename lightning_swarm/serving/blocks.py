@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,16 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.client.inference.forwards import SessionForwards, TextStep
-from lightning_swarm.client.inference.session import SessionWeights
+from lightning_swarm.client.inference.session import InferenceSession, SessionInput, SessionWeights
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.inference.attention_cache import CacheHandle, is_in_session
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.inference import CacheRecipe
 from lightning_swarm.protocol.messages.serving import ModelCard
 
 if TYPE_CHECKING:
-    from lightning_swarm.client.inference.adapters import FoundAdapters
+    from lightning_swarm.client.inference.adapters import FoundAdapters, PackedAdapter
     from lightning_swarm.serving.tuning_client import AdaptedBlocks
 
 
@@ -54,6 +56,25 @@ def _leads_to_gradients(found: FoundAdapters, hidden: Any) -> bool:
     return found.wants_grad or _wants_gradient(hidden)
 
 
+@dataclass
+class TextInProgress:
+    """A text that a thread writes: the blocks note its cache here."""
+
+    scope: Hashable = ""  # texts of other scopes may not begin with prefixes of this one
+    cache: Any = None  # of the newest forward; its session ends with it
+    num_caches: int = 0
+    num_kept_tokens: int = 0  # tokens whose keys and values the servers had before the text
+
+    def use(self, cache: Any) -> None:
+        """Note the cache of a forward."""
+        self.num_caches += cache is not self.cache
+        self.cache = cache
+
+
+class Recorded(BaseException):
+    """Ends a forward whose input was recorded, instead of its output."""
+
+
 class ServedBlocks:
     """Stands in for a model's blocks: their calls become steps of sessions."""
 
@@ -67,21 +88,55 @@ class ServedBlocks:
         adapted: AdaptedBlocks | None = None,  # set if blocks may have adapters
         exact: bool = False,  # servers compute each text alone
     ) -> None:
-        self._exact = exact
+        self.exact = exact
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
-        self._on_thread = threading.local()  # `call`, as set by `computed_by`
+        self._on_thread = threading.local()  # has `call`, `exact`, `text` and `recorded`
         self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
         self._forwards = forwards
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Inside, treat forwards with a cache as text generation, even with an adapter that trains."""
+    def writing(self, scope: Hashable = "") -> Iterator[TextInProgress]:
+        """Inside, treat forwards with a cache as text generation, even with an adapter that trains.
+
+        Yields this thread's text, the same one if it is written already.
+        """
+        before = getattr(self._on_thread, "text", None)
+        text = self._on_thread.text = before or TextInProgress(scope)
         self._num_writing += 1
         try:
-            yield
+            yield text
         finally:
             self._num_writing -= 1
+            self._on_thread.text = before
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[SessionInput]]:
+        """Inside, this thread's forwards end by `Recorded`; yields the list that gets their inputs."""
+        self._on_thread.recorded = list[SessionInput]()
+        try:
+            yield self._on_thread.recorded
+        finally:
+            self._on_thread.recorded = None
+
+    def adapters_of_texts(self) -> list[PackedAdapter | None] | None:
+        """Return each stage's adapter for texts; None if texts draw random numbers."""
+        found = None if self._adapted is None else self._adapted.adapters()
+        if self._trains or (found is not None and any(stage.drops for stage in found.stages)):
+            return None
+        return [] if self._adapted is None or found is None or found.is_empty else self._adapted.packed(found)
+
+    def branched(
+        self,
+        recipe: CacheRecipe,
+        steps: Sequence[SessionInput],
+        adapters: Sequence[PackedAdapter | None],
+        source: InferenceSession | None = None,
+    ) -> tuple[Any, int] | None:
+        """See `SessionForwards.branched`."""
+        return self._forwards.branched(
+            recipe, steps, weights=_WEIGHTS, adapters=adapters, source=source, exact=self.exact
+        )
 
     @contextlib.contextmanager
     def computed_by(self, call: Callable[[Any, dict[str, Any], Any], Any]) -> Iterator[None]:
@@ -112,6 +167,12 @@ class ServedBlocks:
         If a text is written, the forward is a step of a session. If gradients are needed, or an adapter trains outside
         of `writing`, it is a forward for tuning, which uses no cache, and refuses one that holds a text.
         """
+        if (steps := getattr(self._on_thread, "recorded", None)) is not None:
+            _check_not_empty(hidden)
+            steps.append(self._forwards.recorded(hidden, extras, cache, self._modes()))
+            raise Recorded
+        if (text := getattr(self._on_thread, "text", None)) is not None:
+            text.use(cache)
         found = self._adapters(hidden, extras)
         if (step := self._text_step(hidden, extras, cache, found)) is not None:
             return self._forwards.step(step)
@@ -146,7 +207,7 @@ class ServedBlocks:
     ) -> TextStep | None:
         """Return a text's step; None if the forward is for tuning."""
         _check_not_empty(hidden)
-        exact = self._exact or getattr(self._on_thread, "exact", False)
+        exact = self.exact or getattr(self._on_thread, "exact", False)
         make = partial(TextStep, hidden=hidden, extras=extras, cache=cache, weights=_WEIGHTS, exact=exact)
         if self._adapted is None or found is None:
             return make(modes=self._modes(training=self._trains))

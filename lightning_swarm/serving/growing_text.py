@@ -6,7 +6,7 @@ steps is replaced, so that steps of several texts can be computed together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_swarm.model.inference.attention_cache import CacheHandle, is_cache
 from lightning_swarm.network import PeerId
+from lightning_swarm.serving.blocks import TextInProgress
+from lightning_swarm.serving.prefixes import TextPrefixes, can_begin_with_prefix
 from lightning_swarm.serving.sampling import TextSampler
 
 _HANDLED = ("MaxLengthCriteria", "EosTokenCriteria")  # stopping criteria that `GrowingText.add` checks itself
@@ -22,6 +24,8 @@ _HANDLED = ("MaxLengthCriteria", "EosTokenCriteria")  # stopping criteria that `
 
 class TextListener(Protocol):
     """Receives a text's tokens. Its methods are called on the thread that computes the text's steps."""
+
+    num_cached: int  # set before the first token: tokens of the prompt that servers had computed before
 
     @property
     def is_cancelled(self) -> bool:
@@ -48,7 +52,8 @@ class GrowingText:
         num_new: The maximum number of new tokens.
         ends: The tokens that end the text.
         listener: Receives the tokens.
-        is_exact: Each step is computed alone, so that no rounding depends on other texts.
+        is_exact: Each step is computed alone, so that no rounding depends on other texts. It has no prefix of them.
+        scope: The text may begin with prefixes of texts of the same scope.
 
     Attributes:
         is_joinable: Whether its steps may be computed together with those of other texts.
@@ -66,6 +71,7 @@ class GrowingText:
         num_new: int,
         ends: Collection[int],
         is_exact: bool = False,
+        scope: Hashable = "",
     ) -> None:
         self._outer, self._given, self._options = model, given, options
         self.sampler, self.listener, self.is_exact = sampler, listener, is_exact
@@ -75,6 +81,8 @@ class GrowingText:
         self.num_fed = 0  # tokens of the prompt that the model has computed
         self.is_prepared = self.is_joinable = self._is_over = False
         self._kwargs: dict[str, Any] = {}  # as `generate` keeps them from step to step
+        self._scope = scope
+        self._prefixes: TextPrefixes | None = None  # set if the text may begin with a prefix
 
     @property
     def length(self) -> int:
@@ -85,10 +93,27 @@ class GrowingText:
         """Have `generate` prepare the text, without computing any step; return whether it has new tokens."""
         self.listener.begin()
         if self._num_new:
-            own = {"max_new_tokens": self._num_new, "custom_generate": self._keep}
+            own = {"max_new_tokens": self._num_new, "custom_generate": self._keep, **self._begun()}
             self._outer.generate(**self._given, **self._options, **own)
             self.is_prepared = True
         return self.is_prepared
+
+    def _begun(self) -> dict[str, Any]:
+        """Return the cache of a prefix that servers keep, if any, as an option of `generate`."""
+        client, options, config = getattr(self._outer, "swarm", None), self._options, self._outer.generation_config
+        given = {**self._given, **options}
+        if (
+            client is None
+            or self.is_exact
+            or not can_begin_with_prefix(
+                self._outer, given["input_ids"], lambda name: given.get(name, getattr(config, name, None)), {*given}
+            )
+        ):
+            return {}
+        self._prefixes, text = client.prefixes, TextInProgress(self._scope)
+        found: dict[str, Any] = client.prefixes.begin(given["input_ids"], text)
+        self.num_fed = self.listener.num_cached = text.num_kept_tokens
+        return found
 
     def _keep(
         self,
@@ -191,7 +216,13 @@ class GrowingText:
         return (mask is not None and mask.is_done) or (bool(self.tokens) and self.tokens[-1] in self._ends)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Drop the cache, and report the end. A second call does nothing."""
+        """Drop the cache, which servers may keep, and report the end. A second call does nothing."""
         if not self._is_over:
-            self._is_over, self._kwargs = True, {}
+            self._is_over = True
+            if self._prefixes is not None and error is None and self.cache is not None:
+                text = TextInProgress(self._scope)
+                text.use(self.cache)
+                self._prefixes.keep(self._all_ids(), text)
+                del text
+            self._kwargs = {}
             self.listener.end(is_complete=self._is_complete or len(self.tokens) < self._num_new, error=error)

@@ -64,6 +64,8 @@ class ServeOptions:
         blocks: The name of the list of blocks, at the first server; None: it is found.
         device: The device that computes.
         batches_texts: Compute steps of several texts together, which may change their last bits.
+        shares_prefixes: Texts of all clients share the prompts' prefixes that the server keeps. From the time of an
+            answer, a client can then guess what others asked.
         moves: Policy of moves to worse-served stages; None: never move.
     """
 
@@ -76,6 +78,7 @@ class ServeOptions:
     blocks: str | None = None
     device: str = "cpu"
     batches_texts: bool = True
+    shares_prefixes: bool = False
     moves: MovePolicy | None = field(default_factory=MovePolicy)
 
 
@@ -135,6 +138,7 @@ class ModelHost:
             parts,
             self._device,
             batches_texts=options.batches_texts and not (model.quantization and model.quantization.rows_depend),
+            shares_prefixes=options.shares_prefixes,
         )
         MODEL_SERVERS.serve(self._transport, self._handle_servers)
         await self._serve(self.span)
@@ -282,6 +286,7 @@ class ModelHost:
             step_tokens=self._limits.step_tokens,
             has_files=server.parts.has_files,
             is_draining=server.is_draining,
+            shares_prefixes=self._options.shares_prefixes,
             round_trips=self._round_trips(),
         )
 

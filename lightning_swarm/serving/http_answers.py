@@ -56,10 +56,10 @@ class Form(Protocol):
     def take(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Return the events of a text's next piece."""
 
-    def end(self, usage: Mapping[str, int]) -> list[dict[str, Any]]:
+    def end(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events after the texts."""
 
-    def whole(self, usage: Mapping[str, int]) -> dict[str, Any]:
+    def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole answer."""
 
 
@@ -89,11 +89,11 @@ class AnswerForm:
         self._choices[index].add(piece)
         return [found]
 
-    def end(self, usage: Mapping[str, int]) -> list[dict[str, Any]]:
+    def end(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """See `Form`."""
         return [{**self._chunk([]), "usage": usage}] if self.has_usage else []
 
-    def whole(self, usage: Mapping[str, int]) -> dict[str, Any]:
+    def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """See `Form`."""
         return {
             **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, self._choices)),

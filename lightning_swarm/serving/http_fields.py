@@ -23,7 +23,7 @@ WITHOUT_EFFECT: Final = frozenset(
     {
         *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
         "prompt_cache_options",
-        *("prediction", "priority", "request_id", "cache_salt"),
+        *("prediction", "priority", "request_id"),
     }
 )
 """Ignored fields: they name the client or concern scheduling, and do not change the text."""
@@ -120,6 +120,7 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
     stream_options: _StreamOptions | None = None
     echo: bool = False
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 

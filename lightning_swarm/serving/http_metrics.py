@@ -33,6 +33,7 @@ class EndpointMetrics:
         self.running = made(Gauge, "num_requests_running", "Texts that are written.")
         self.waiting = made(Gauge, "num_requests_waiting", "Texts that wait for a place.")
         self.prompt_tokens = made(Counter, "prompt_tokens", "Tokens of prompts, of each text.")
+        self.cached_tokens = made(Counter, "prefix_cache_hits", "Tokens of prompts that were computed before.")
         self.generation_tokens = made(Counter, "generation_tokens", "Tokens that were written.")
         self.queued = timed("request_queue_time_seconds", "Time in the queue.")
         self.first_token = timed("time_to_first_token_seconds", "From the request to its first token.")
@@ -100,6 +101,7 @@ class TextMeter:
     def end(self, writer: TextWriter) -> None:
         """Count a text whose thread has ended. Its last pieces may not have been taken yet."""
         self._count(writer)
+        self._metrics.cached_tokens.labels(self._model).inc(writer.num_cached)
         self._metrics.running.labels(self._model).dec()
 
     def _count(self, writer: TextWriter) -> None:

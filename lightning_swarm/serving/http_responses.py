@@ -179,13 +179,13 @@ class ResponseForm:
         self._reason = piece.finish_reason or self._reason
         return found
 
-    def end(self, usage: Mapping[str, int]) -> list[dict[str, Any]]:
+    def end(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events after the text; the last one has the whole response."""
         status = "incomplete" if self._reason == "length" else "completed"
         found = self._close(status)
         return [*found, self._whole_event(f"response.{status}", status, usage)]
 
-    def whole(self, usage: Mapping[str, int]) -> dict[str, Any]:
+    def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole response."""
         response: dict[str, Any] = self.end(usage)[-1]["response"]
         return response
@@ -230,7 +230,7 @@ class ResponseForm:
             del place["item_id"]
         return self._numbered({"type": kind, **place, **own})
 
-    def _whole_event(self, kind: str, status: str, usage: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def _whole_event(self, kind: str, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
         response = {
             **self._fixed,
             "id": self._id,
@@ -252,10 +252,10 @@ def _copy(item: Mapping[str, Any]) -> dict[str, Any]:
     return {**item, **({} if content is None else {"content": [dict(part) for part in content]})}
 
 
-def _usage(usage: Mapping[str, int]) -> dict[str, Any]:
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage["total_tokens"],

@@ -224,8 +224,9 @@ class TextEndpoint:
         from lightning_swarm.serving.sampling import check_tokens
 
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
-        planned, num_new = _planned(asked, served, given, kind)
-        ticket = self._queue.enter(client_of(request), len(planned), num_new)
+        client = client_of(request)
+        planned, num_new = _planned(client, asked, served, given, kind)
+        ticket = self._queue.enter(client, len(planned), num_new)
         arrived_s = request.scope[_ARRIVED_S]
         texts = RequestTexts(planned, ticket, self._metrics, served.name, arrived_s=arrived_s, held=held.pop_all())
         form: Form = kind.form or AnswerForm(
@@ -245,7 +246,7 @@ class TextEndpoint:
 
 
 def _planned(
-    asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
+    client: str, asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
 ) -> tuple[list[PlannedText], int]:
     """Plan all texts of a request; return them, and the most new tokens that one of them may have."""
     planned, longest = list[PlannedText](), 0
@@ -259,6 +260,7 @@ def _planned(
             scores = PromptScores(served, one.tokens, asked.num_logprobs)
         make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text, grammar=kind.grammar)
         make = partial(make, prompt_scores=scores, kept_tokens=kind.use.kept_tokens if kind.use else ())
+        make = partial(make, scope=(client, asked.cache_salt))
         for choice in range(asked.n):
             planned.append(PlannedText(partial(make, choice=choice), kind.use.new_reader() if kind.use else None))
     return planned, longest

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_swarm.serving.http_metrics import EndpointMetrics, TextMeter
 from lightning_swarm.serving.http_queue import Ticket
@@ -78,11 +79,13 @@ class RequestTexts:
         self._set_waiting.close()
         self._held.close()
 
-    def usage(self, num_choices: int) -> dict[str, int]:
+    def usage(self, num_choices: int) -> dict[str, Any]:
         """Count the tokens of the prompts, each prompt once, and of all texts so far."""
         prompts = sum(text.num_prompt for text in self._writers[::num_choices])
         written = sum(text.num_tokens for text in self._writers)
-        return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+        cached = sum(text.num_cached for text in self._writers[::num_choices])
+        counts = {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 async def _metered(writer: TextWriter, meter: TextMeter) -> AsyncIterator[TextPiece]:

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -35,10 +35,9 @@ from lightning_swarm.protocol.messages.serving import ModelCard
 from lightning_swarm.serving.blocks import ServedBlocks
 from lightning_swarm.serving.directory import ModelDirectory, read_card
 from lightning_swarm.serving.model_guards import refuse_changes
+from lightning_swarm.serving.prefixes import PREFILL_CHUNK, TextPrefixes, can_begin_with_prefix
 from lightning_swarm.serving.routes import ServedRoutes
 from lightning_swarm.serving.tuning_client import AdaptedBlocks
-
-_PREFILL_CHUNK: Final = 256  # tokens of each row
 
 
 def positions_depend_on_length(model: Any) -> bool:
@@ -57,11 +56,11 @@ def part_of_prompts(model: Any, num_rows: int = 1) -> int | None:
     """Return into how many tokens a long prompt is cut, so that other texts wait for one part; None: it stays whole."""
     # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
     # depend on the length of the text, or if it keeps no cache.
-    if _has_own_prompt(model) or model._is_stateful or positions_depend_on_length(model):
+    if has_own_prompt(model) or model._is_stateful or positions_depend_on_length(model):
         return None
     if not getattr(model.generation_config, "use_cache", True):
         return None
-    return max(1, min(_PREFILL_CHUNK, step_tokens(model) // num_rows))
+    return max(1, min(PREFILL_CHUNK, step_tokens(model) // num_rows))
 
 
 def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
@@ -70,34 +69,42 @@ def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[st
     return {"prefill_chunk_size": part} if part is not None and part < num_tokens else {}
 
 
-def _has_own_prompt(model: Any) -> bool:
+def has_own_prompt(model: Any) -> bool:
     """Return whether peft puts tokens of its own before each prompt of a model, or of the model around it."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return True
     # During its own `generate`, peft replaces the inner model's method by one of its own.
     around = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    return around is not None and around is not model and _has_own_prompt(around)
+    return around is not None and around is not model and has_own_prompt(around)
 
 
 def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's `generate`, so that the blocks know when a text is written, and long prompts are cut for steps."""
+    """Wrap a model's `generate`: the blocks know when a text is written, and its prompt's prefix is not sent again."""
 
     @functools.wraps(generate)
     def write(*args: Any, **kwargs: Any) -> Any:
-        with served.writing():
-            return generate(*args, **{**kwargs, **_chunks_of(model, args, kwargs)})
+        prompt, chosen = _options_of(model, args, kwargs)
+        options = {**kwargs, **_chunks_of(model, prompt, chosen)}
+        with served.writing() as text:
+            if not can_begin_with_prefix(model, prompt, chosen, {*kwargs}):
+                return generate(*args, **options)
+            prefixes: TextPrefixes = model.swarm.prefixes
+            found = generate(*args, **options, **prefixes.begin(prompt, text))
+            prefixes.keep(found if isinstance(found, torch.Tensor) else found.sequences, text)
+            return found
 
     return write
 
 
-def _chunks_of(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, int]:
-    """Return the options that cut a prompt which is too long for one step."""
+def _options_of(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
+    """Return the prompt of a call of `generate`, and a function that returns an option of it by name."""
     prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
     config = options.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    return prompt, lambda name: options.get(name, getattr(config, name, None))
 
-    def chosen(name: str) -> Any:
-        return options.get(name, getattr(config, name, None))
 
+def _chunks_of(model: Any, prompt: Any, chosen: Callable[[str], Any]) -> dict[str, int]:
+    """Return the options that cut a prompt which is too long for one step."""
     others = map(chosen, ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"))
     if not isinstance(prompt, torch.Tensor) or any(others) or chosen("use_cache") is False:
         return {}
@@ -170,6 +177,7 @@ class ServedModelClient:
         served = self.served = ServedBlocks(
             self._forwards, card, self.blocks, device=device, adapted=adapted, exact=self._exact
         )
+        self.prefixes = TextPrefixes(self.model, served, shares=self.routes.share_prefixes)
         vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
         self._interception = Interception(blocks, BlockChain(blocks, served, served.generate, device.type))
 

@@ -45,10 +45,14 @@ class ServedRoutes:
         self._own: Counter[PeerId] = Counter()  # sessions of this client, which servers may not have announced yet
         self.num_replaced = 0  # times that a stage of a text got another server
 
-    def begin(self, rows: int) -> list[PeerId]:
+    def begin(self, rows: int, like: Sequence[PeerId] = ()) -> list[PeerId]:
         """See `SessionRoutes`."""
         views = self._views()
         number = len(self._model.card.stages)
+        fit = {peer for peer, view in views.items() if view.has_room}
+        if like and all(peer in fit and stage in views[peer].stages for stage, peer in enumerate(like)):
+            self._own.update(set(like))
+            return [*like]
         route = best_route(number, views, self._between, self._rng)
         if route is None:
             free = {peer: view for peer, view in views.items() if view.has_room}
@@ -84,6 +88,10 @@ class ServedRoutes:
         if list(route).count(route[stage]) == 1:
             self._own[route[stage]] -= 1
         return chosen
+
+    def share_prefixes(self) -> bool:
+        """Return whether all known servers let sessions begin with prefixes of other clients."""
+        return all(offer.shares_prefixes for offer in self._model.offers.values())
 
     def _views(self) -> dict[PeerId, ServerView]:
         return {

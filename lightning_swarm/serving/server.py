@@ -21,7 +21,7 @@ from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.running_statistics import RunningStatistics
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol.compression import PLAIN
-from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.protocol.messages.inference import SessionBranch, SessionStep
 from lightning_swarm.protocol.messages.serving import CardRequest, ModelCard, PartRequest, StayReply, StayRequest
 from lightning_swarm.protocol.rpc import MODEL_CARD, MODEL_PART, MODEL_STAY
 from lightning_swarm.server.compute import Computation
@@ -29,6 +29,7 @@ from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.inference.adapters import LayersOfStage
 from lightning_swarm.server.inference.handlers import SessionHandlers
 from lightning_swarm.server.inference.host import SessionStage
+from lightning_swarm.server.inference.prefixes import PrefixPolicy
 from lightning_swarm.serving.promises import Promises
 from lightning_swarm.serving.tuning_server import TunedStage, TuningHandlers
 
@@ -67,6 +68,7 @@ class ModelServer:
         device: torch.device,
         *,
         batches_texts: bool = True,
+        shares_prefixes: bool = False,
     ) -> None:
         self.card = card
         self._id = card.id
@@ -76,7 +78,10 @@ class ModelServer:
         self._limits, self._device, self._batches_texts = limits, device, batches_texts
         self.take(parts)
         self.tuning = TuningHandlers(transport, executor, limits, self, device)
-        self.sessions = SessionHandlers(transport, executor, limits, tasks, self, on_dropped=self._free_soon)
+        prefixes = PrefixPolicy(keeps=True, shares=shares_prefixes)
+        self.sessions = SessionHandlers(
+            transport, executor, limits, tasks, self, prefixes=prefixes, on_dropped=self._free_soon
+        )
         self._freed_bytes = 0  # session memory freed since the last return to the system
         self._freeing: asyncio.TimerHandle | None = None
         MODEL_CARD.serve(transport, self._handle_card)
@@ -125,7 +130,7 @@ class ModelServer:
         """See `SessionHost`: servers come and go unannounced, so a session's secret id authorizes its steps."""
         return True
 
-    def stage_of(self, step: SessionStep) -> SessionStage:
+    def stage_of(self, step: SessionStep | SessionBranch) -> SessionStage:
         """See `SessionHost`."""
         if (step.generation, step.version, step.weights) != (0, 0, 0):
             raise ProtocolError(

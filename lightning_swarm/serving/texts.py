@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -66,6 +66,7 @@ class ServedText:
         *,
         num_new: int,
         choice: int,
+        scope: Hashable = "",
     ) -> GrowingText:
         """Return a text for the scheduler."""
         from lightning_swarm.serving.growing_text import GrowingText
@@ -83,9 +84,8 @@ class ServedText:
         )
         # The sampler draws the tokens, and applies the repetition penalty in vLLM's order.
         options = {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "repetition_penalty": 1.0}
-        return GrowingText(
-            self.model, given, options, sampler, listener, num_new=num_new, ends=ends, is_exact=asked.exact
-        )
+        make = partial(GrowingText, self.model, given, options, sampler, listener)
+        return make(num_new=num_new, ends=ends, is_exact=asked.exact, scope=scope)
 
     @cached_property
     def context(self) -> int | None:
@@ -196,6 +196,7 @@ class TextWriter:
         choice: int = 0,  # index among the choices of the prompt
         prompt_scores: PromptScores | None = None,  # None: not requested
         grammar: CompiledGrammar | None = None,
+        scope: Hashable = "",  # texts of one scope may begin with prefixes of each other
         kept_tokens: Collection[int] = (),  # special tokens that are part of the text
         on_end: Callable[[], None] = lambda: None,  # called on the event loop when the text has ended
     ) -> None:
@@ -208,10 +209,12 @@ class TextWriter:
         self._loop = asyncio.get_running_loop()
         self.num_prompt = int(given["input_ids"].shape[1])
         self.num_tokens = 0  # new tokens so far
+        self.num_cached = 0  # the prompt's tokens that were computed before
         self._scores: list[TokenScore] = []  # scores of tokens whose text was not passed on yet
         tokens = given["input_ids"][0].tolist()
         self._text = _TokenText(self, tokens[-_CONTEXT:])
-        served.scheduler.submit(served.new_text(given, asked, tokens, grammar, self, num_new=num_new, choice=choice))
+        text = served.new_text(given, asked, tokens, grammar, self, num_new=num_new, choice=choice, scope=scope)
+        served.scheduler.submit(text)
 
     def abort(self) -> None:
         """Stop writing: no further step is computed."""

@@ -237,7 +237,7 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers, tmp_path:
     import openai
 
     model, adapter = make_model("llama"), save_adapter("llama", tmp_path / "adapter")
-    servers.start("a", "--weights", servers.folder)
+    servers.start("a", "--weights", servers.folder, "--share-prefixes")
     written = WarmRun(
         "generate", servers.address, "--prompt", PROMPT, "--max-new-tokens", NUM_NEW, program=COMMAND, modules=SERVING
     )
@@ -284,6 +284,16 @@ def test_the_stock_client_of_openai_writes_and_chats(servers: Servers, tmp_path:
     assert chat.choices[0].message.content == expected
     parts = client.chat.completions.create(messages=messages, stream=True, **options)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    messages = [{"role": "user", "content": " ".join("abcdefgh" * 10)}]
+    cached = []
+    for _ in range(2):
+        chat = client.chat.completions.create(messages=messages, **options)
+        messages += [{"role": "assistant", "content": chat.choices[0].message.content}, messages[0]]
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens_details is not None
+        cached.append(chat.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] >= 80, "the second turn begins with the first"
     examples = Path(__file__).parents[2] / "examples" / "serving"
     for name, arguments in (("write", (servers.address, PROMPT)), ("chat", (f"{base}/v1", "small"))):
         command = [sys.executable, str(examples / f"{name}.py"), *arguments]

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.serving import remote_model
+from lightning_swarm.serving.prefixes import writing
 from lightning_swarm.serving.remote_model import prefill_in_chunks
 from tests.parity.test_served import MODES
 from tests.served import ServedSwarm, calling, make_model
@@ -258,6 +259,34 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path, swarm: ServedSwarm, ki
     messages = {"IA3": "got IA3", "a hostile module": "`megatron_config`"}
     with pytest.raises(ConfigError, match=messages.get(kind, "`adapter` must be a folder")):
         remote(swarm, folder)
+
+
+def test_a_prefix_is_of_one_adapter(tmp_path: Path, swarm: ServedSwarm) -> None:
+    adapter = save_adapter("llama", tmp_path / "adapter")
+    model, same = remote(swarm, adapter), plain("llama", adapter)
+    assert swarm.client is not None
+    swarm.client.prefixes.texts.min_tokens = 4
+    prompt, kept = torch.arange(3, 15)[None], []
+
+    def write_both() -> torch.Tensor:
+        mask = torch.ones_like(prompt)
+        with writing(model) as text:
+            found = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        kept.append(text.num_kept_tokens)
+        wanted = same.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        assert torch.equal(found, wanted)
+        return torch.cat([wanted, prompt[:, :3]], dim=1)
+
+    prompt = write_both()
+    write_both()
+    with model.disable_adapter(), same.disable_adapter():
+        write_both()
+    for one in (model, same):
+        with torch.no_grad():
+            for weight in [weight for name, weight in one.named_parameters() if "lora_B" in name]:
+                weight.mul_(2.0)
+    write_both()
+    assert kept == [0, 15, 0, 0]
 
 
 def test_dropout_of_an_adapter_is_drawn_in_train_mode_whatever_dies(tmp_path: Path, swarm: ServedSwarm) -> None:

@@ -101,6 +101,32 @@ def test_requests_at_once_name_models_and_adapters(swarm: ServedSwarm, tmp_path:
     assert len(embeddings) == 1, "each adapter has a copy of the embeddings"
 
 
+def test_a_second_request_begins_with_the_prefix_of_the_first(swarm: ServedSwarm, tmp_path: Path) -> None:
+    served = models(swarm, tmp_path)
+    for one in served:
+        one.model.swarm.prefixes.texts.min_tokens = 4
+
+    async def act(client: openai.AsyncOpenAI) -> Any:
+        prompt, texts, cached = "bigcat", list[tuple[str, str, str]](), list[int]()
+        bodies: list[dict[str, Any]] = [{}, {}, {"cache_salt": "b"}, {"exact": True}, {}]
+        for name, body in zip(["base"] * 4 + ["poems"], bodies, strict=True):
+            found: Any = await client.completions.create(
+                model=name, prompt=prompt, max_tokens=NUM_NEW, temperature=0, extra_body=body
+            )
+            texts.append((name, prompt, found.choices[0].text))
+            cached.append(found.usage.prompt_tokens_details.cached_tokens)
+            prompt = f"bigcat{texts[0][2]}dog"
+        metrics = await client._client.get("http://swarm/metrics")
+        return texts, cached, metrics.text
+
+    texts, cached, metrics = ask(served, act)
+    own = {"base": make_model("llama"), "poems": plain("llama", adapters(tmp_path)["poems"])}
+    assert [text for *_, text in texts] == [expected(own[name], prompt) for name, prompt, _ in texts]
+    known = len(letters()("bigcat").input_ids) + NUM_NEW - 1  # the last token was not computed
+    assert cached == [0, known, 0, 0, 0]
+    assert f'prefix_cache_hits_total{{model_name="base"}} {float(known)}' in metrics
+
+
 def test_a_server_that_dies_is_replaced_and_counted(swarm: ServedSwarm, tmp_path: Path) -> None:
     served = models(swarm, tmp_path)
     killed, calls = list[PeerId](), list[int]()

@@ -20,7 +20,7 @@ from tests.served import bytes_tokenizer, make_model
 
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 KINDS: TypeAdapter[Any] = TypeAdapter(Annotated[ResponseStreamEvent, Field(discriminator="type")])
-USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+USAGE = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,7 @@ def test_text_reasoning_and_calls_are_items_of_their_own() -> None:
     events = [*form.begin(), *(event for piece in pieces for event in form.take(0, piece)), *form.end(USAGE)]
     for event in events:
         KINDS.validate_python(event)
+    assert events[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 1
     found = events[-1]["response"]["output"]
     assert [item["type"] for item in found] == ["reasoning", "message", "function_call", "function_call", "message"]
     assert [item["content"][0]["text"] for item in found if "content" in item] == ["Hm", "ab", "c"]

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm.client.inference.prefixes import KeptTexts
 from lightning_swarm.core.errors import StageError
+from lightning_swarm.server.inference import session_compute
 from lightning_swarm.serving.http_fields import TextFields
 from lightning_swarm.serving.joint_forward import JointForward
 from lightning_swarm.serving.remote_model import part_of_prompts
@@ -30,6 +32,7 @@ class Listener:
     def __init__(self, on_token: Callable[[int], None] = lambda _: None) -> None:
         self.tokens: list[int] = []
         self.is_cancelled = False
+        self.num_cached = 0
         self.ends: list[BaseException | None] = []
         self._on_token = on_token
 
@@ -172,6 +175,47 @@ def test_texts_come_and_go_amid_others(serve: Callable[..., Any]) -> None:
     assert len(parts) >= len(long) // 4
     steps = [index for index, shape in enumerate(seen) if shape[1] == 1 and parts[-9] < index < parts[-1]]
     assert len(steps) >= 4, "the others wait for a whole prompt"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_second_turns_begin_with_the_first_amid_others(
+    serve: Callable[..., Any], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two branches of one kept text step together with texts that its steps were computed with."""
+    model = make_model("llama")
+    texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts((9, 5, 14, 7))
+    client = texts.served.model.swarm
+    texts.write(prompts)  # finds out what may share a forward
+    make_padded, sizes = session_compute.PaddedCache, list[int]()
+
+    def noted(caches: Sequence[Any], *arguments: Any) -> Any:
+        sizes.append(len(caches))
+        return make_padded(caches, *arguments)
+
+    monkeypatch.setattr(session_compute, "PaddedCache", noted)
+    client.prefixes.texts = KeptTexts(min_tokens=4)
+    seconds, turns = (Listener(), Listener()), list[list[int]]()
+
+    def on_token(number: int) -> None:
+        leaving.is_cancelled = number >= 4
+        if number == 6:
+            sizes.clear()
+            turns.extend([*prompts[1], *leaving.tokens, *new] for new in ([5, 6, 7], [8]))
+            for turn, listener in zip(turns, seconds, strict=True):
+                texts.begin(turn, listener, exact=exact)
+
+    leader, leaving = Listener(on_token), Listener()
+    listeners = [leader, leaving, Listener(), Listener()]
+    for prompt, listener in zip(prompts, listeners, strict=True):
+        texts.begin(prompt, listener)
+    texts.scheduler.run()
+    assert 0 < len(leaving.tokens) < NUM_NEW
+    known = len(prompts[1]) + len(leaving.tokens) - 1  # the last token was not computed
+    assert [one.num_cached for one in seconds] == [0 if exact else known] * 2
+    assert (max(sizes) > 3) is not exact, "the branches step with the three others at the servers"
+    for prompt, one in zip([*prompts, *turns], [*listeners, *seconds], strict=True):
+        assert one.tokens == plain(model, prompt)[: len(one.tokens)]
+        assert one is leaving or len(one.tokens) == NUM_NEW
 
 
 def test_an_error_of_one_text_leaves_the_others(serve: Callable[..., Any]) -> None:

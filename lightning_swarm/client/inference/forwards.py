@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_swarm.client.inference.adapters import PackedAdapter, names_of
+from lightning_swarm.client.inference.prefixes import branch
 from lightning_swarm.client.inference.routes import SessionRoutes
 from lightning_swarm.client.inference.session import (
     InferenceSession,
@@ -22,11 +23,12 @@ from lightning_swarm.client.inference.session import (
 )
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
-from lightning_swarm.model.inference.attention_cache import CacheHandle, with_cache
+from lightning_swarm.model.inference.attention_cache import CacheHandle, build, with_cache
 from lightning_swarm.model.partition import CALLS, packed_calls
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
 from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.inference import CacheRecipe
 
 _T = TypeVar("_T")
 
@@ -102,6 +104,51 @@ class SessionForwards:
         handle.in_step = False
         return output
 
+    def recorded(self, hidden: Any, extras: dict[str, Any], cache: Any, modes: Sequence[ComputeMode]) -> SessionInput:
+        """Return the input of a text's next step, which is not computed. The cache is of no further use for texts."""
+        handle = CacheHandle.of(cache)
+        found = self._session_input(hidden, extras, handle, modes)
+        handle.grow(cache, rows=found.num_rows, length=found.num_tokens, num_layers=self._num_blocks)
+        return found
+
+    def branched(
+        self,
+        recipe: CacheRecipe,
+        steps: Sequence[SessionInput],
+        *,
+        weights: SessionWeights,
+        adapters: Sequence[PackedAdapter | None],
+        source: InferenceSession | None,
+        exact: bool,
+    ) -> tuple[Any, int] | None:
+        """Return a cache that begins with the first of these steps, and their number of tokens, if servers keep them.
+
+        See `prefixes.branch` for `source`. None: they keep none.
+        """
+
+        async def open_branch() -> InferenceSession | None:
+            sessions = self._opened()
+            session = sessions.open(recipe, weights, adapters, exact=exact, prefix=steps)
+            if await branch(session, self._routes, source):
+                return session
+            sessions.close_soon(session)
+            return None
+
+        session = self._runtime.run(open_branch())
+        if session is None:
+            return None
+        cache = build(recipe)
+        handle = CacheHandle.of(cache)
+        self._bind(session, cache, handle)
+        length = sum(one.num_tokens for one in session.log)
+        handle.grow(cache, rows=1, length=length, num_layers=self._num_blocks)
+        return cache, length
+
+    def _bind(self, session: InferenceSession, cache: Any, handle: CacheHandle) -> None:
+        """End a session as soon as its cache is of no use any more."""
+        handle.session = session
+        weakref.finalize(cache, self._close, session).atexit = False
+
     def once(
         self, hidden: Any, extras: dict[str, Any], *, weights: SessionWeights, modes: Sequence[ComputeMode]
     ) -> Any:
@@ -164,8 +211,8 @@ class SessionForwards:
         """Return the session of a cache; its first step opens one."""
         session: InferenceSession | None = handle.session
         if session is None:
-            session = handle.session = self._runtime.run(self._open(step, handle))
-            weakref.finalize(step.cache, self._close, session).atexit = False
+            session = self._runtime.run(self._open(step, handle))
+            self._bind(session, step.cache, handle)
         if handle.in_step:
             raise ConfigError(
                 "a cache is of no use any more once a step of its text has failed. Begin with a new cache."

@@ -30,8 +30,8 @@ class SessionRoutes(Protocol):
         """Maximum seconds for a call, and for a step in which no server is replaced."""
         ...
 
-    def begin(self, rows: int) -> list[PeerId]:
-        """Choose a server for each stage of a session with this many rows."""
+    def begin(self, rows: int, like: Sequence[PeerId] = ()) -> list[PeerId]:
+        """Choose a server for each stage of a session with this many rows; the servers of `like` if all are fit."""
         ...
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
@@ -79,8 +79,8 @@ class RunRoutes:
         """See `SessionRoutes`."""
         return self.context.timeout
 
-    def begin(self, rows: int) -> list[PeerId]:
-        """See `SessionRoutes`."""
+    def begin(self, rows: int, like: Sequence[PeerId] = ()) -> list[PeerId]:
+        """See `SessionRoutes`. A run's sessions are never like others, because its servers keep no prefixes."""
         return [self._choose(stage, rows) for stage in range(len(self.context.routers))]
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:

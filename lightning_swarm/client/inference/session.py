@@ -72,6 +72,16 @@ class SessionInput:
     drops: Sequence[bool] = ()  # one for each stage: its adapter's dropout is on; empty: all off
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+        return max((leaf.shape[0] for leaf in serialization.leaves(self.hidden)), default=1)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in each row."""
+        return serialization.leaves(self.hidden)[0].shape[1]
+
+    @property
     def draws(self) -> bool:
         """Whether any part is in train mode, so that the blocks may draw random numbers."""
         return any(self.drops) or any(mode.training for mode in self.modes)
@@ -107,13 +117,17 @@ class InferenceSession:
         *,
         seed: int = 0,  # key of all random draws in train mode
         exact: bool = False,  # servers compute its steps alone, so that rounding is independent of other texts
+        prefix: Sequence[SessionInput] = (),  # steps with which the session begins
     ) -> None:
         self.id = secrets.token_hex(16)
         self._seed = seed
         self.weights, self.adapters = weights, adapters
-        self._routes, self._outbox, self._recipe, self._exact = routes, outbox, recipe, exact
-        self._log: list[SessionInput] = []  # all steps so far, to send them to new servers
+        self._routes, self._outbox, self._recipe, self.exact = routes, outbox, recipe, exact
+        self._log = [*prefix]  # all steps so far, to send them to new servers
         self._route: list[PeerId] = []  # server of each stage; empty before the first step
+        self._has_begun = False
+        self.is_kept = False  # further sessions may begin with the steps of this one
+        self._num_kept = 0  # first steps whose results the servers had before the session
         self._attempt = 0  # counts the rebuilds of the route
         self._attempt_step = 1  # the newest step when the attempt began
         self._output: asyncio.Future[SessionResult] | None = None  # result of the current step
@@ -133,9 +147,24 @@ class InferenceSession:
         return len(self._log)
 
     @property
+    def log(self) -> Sequence[SessionInput]:
+        """The steps so far."""
+        return self._log
+
+    @property
     def route(self) -> tuple[PeerId, ...]:
         """The server of each stage; empty before the first step."""
         return tuple(self._route)
+
+    @property
+    def recipe(self) -> CacheRecipe | None:
+        """The recipe of the caches; None if the blocks take none."""
+        return self._recipe
+
+    def adopt(self, route: list[PeerId], num_kept: int) -> None:
+        """Begin with the first steps of the log, whose results the servers of a route have."""
+        self._route, self._num_kept = route, num_kept
+        del self._log[num_kept:]
 
     async def step(self, session_input: SessionInput) -> SessionResult:
         """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
@@ -147,7 +176,7 @@ class InferenceSession:
         deadline_s = now_s() + timeout
         try:
             # Stages that need another server, or the steps so far again.
-            broken = await (self._send(self.num_steps, resume=self.num_steps) if self._route else self._begin())
+            broken = await (self._send(self.num_steps, resume=self.num_steps) if self._has_begun else self._begin())
             while not output.done():
                 if broken:
                     broken = await self._rebuild(broken)
@@ -177,15 +206,15 @@ class InferenceSession:
         """Close the session and notify its servers. Call it at most once."""
         if self._route:
             self._routes.end(self._route)
-        await gather(map(self._end_at, dict.fromkeys(self._route)))
+        await gather(self._end_at(peer, keeps=self.is_kept) for peer in dict.fromkeys(self._route))
 
     def _tell_soon(self, peer: PeerId) -> None:
         task = asyncio.ensure_future(self._end_at(peer))
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def _end_at(self, peer: PeerId) -> None:
-        request = SessionClose(session=self.id)
+    async def _end_at(self, peer: PeerId, *, keeps: bool = False) -> None:
+        request = SessionClose(session=self.id, keeps=keeps)
         with contextlib.suppress(SwarmError):  # best effort: servers also drop sessions by themselves
             await rpc.SESSION_CLOSE.ask(self._routes.transport, peer, request, timeout=_MAX_CLOSING_S)
 
@@ -292,10 +321,12 @@ class InferenceSession:
 
     async def _begin(self) -> set[int]:
         """Choose a server for each stage and send the first step; return the stages that need another server."""
-        self._route = self._routes.begin(self._num_rows)
+        self._route = self._route or self._routes.begin(self._num_rows)
+        self._has_begun = True
         with_one = [stage for stage, adapter in enumerate(self.adapters) if adapter is not None]
         await gather(self._give_adapter(stage, again=False) for stage in with_one)
-        return set(self._unfit) or await self._send_all(resume=1)
+        first = self._num_kept + 1
+        return set(self._unfit) or await self._send_all(resume=first, first=first)
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
         """Replace unfit servers and replay the steps to broken stages; return the stages that are still broken."""
@@ -353,11 +384,10 @@ class InferenceSession:
 
     @property
     def _num_rows(self) -> int:
-        return max((leaf.shape[0] for leaf in serialization.leaves(self._log[0].hidden)), default=1)
+        return self._log[0].num_rows
 
-    async def _send_all(self, *, resume: int) -> set[int]:
-        """Send all steps so far to the first stage's server; return that stage if the server does not accept them."""
-        first = 1
+    async def _send_all(self, *, resume: int, first: int = 1) -> set[int]:
+        """Send all steps from `first` on to the first stage's server; return that stage if it does not accept them."""
         while first <= self.num_steps:  # the first step alone, because it begins the session there
             numbers = range(first, 2 if first == 1 else min(first + WINDOW, self.num_steps + 1))
             for broken in await gather(self._send(number, resume=resume, alone=True) for number in numbers):
@@ -390,7 +420,7 @@ class InferenceSession:
             seed=self._seed if session_input.draws else None,
             recipe=self._recipe,
             operations=list(session_input.operations),
-            exact=self._exact,
+            exact=self.exact,
             structure=structure,
             num_tensors=len(tensors),
         )
@@ -436,12 +466,15 @@ class InferenceSessions:
         adapters: Sequence[PackedAdapter | None] = (),
         *,
         exact: bool = False,
+        prefix: Sequence[SessionInput] = (),
     ) -> InferenceSession:
         """Open a session; `recipe` is None if the blocks take no cache. The first step chooses its servers."""
         # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
         seed = key_seed(torch.initial_seed(), self._num_opened)
         self._num_opened += 1
-        session = InferenceSession(self.routes, self._outbox, recipe, weights, adapters, seed=seed, exact=exact)
+        session = InferenceSession(
+            self.routes, self._outbox, recipe, weights, adapters, seed=seed, exact=exact, prefix=prefix
+        )
         self._open[session.id] = session
         return session
 

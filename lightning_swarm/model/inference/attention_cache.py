@@ -8,6 +8,7 @@ how transformers implements caches and attention.
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from lightning_swarm.protocol.messages.inference import CacheLayer, CacheOperati
 IN_SESSION: Final = "the session's cache"
 """Replaces the cache in a call's extras, because the cache itself is never sent."""
 
+SLAB: Final = "_swarm_slab"  # attribute of a cache whose keys and values are rows of a shared tensor
 _HANDLE: Final = "_swarm_handle"  # attribute of a cache that holds its `CacheHandle`
 # class of a layer in transformers -> `CacheLayer.kind` that is sent to servers
 _LAYERS: Final[dict[str, LayerKind]] = {
@@ -297,6 +299,34 @@ class Shadow:
     def _lengths(self) -> list[int]:
         """Return the length of each layer; -1 for a layer that has states only."""
         return [layer.get_seq_length() if _has_length(layer) else -1 for layer in self._cache.layers]
+
+
+def can_be_cut(cache: Any) -> bool:
+    """Return whether a cache still has the keys and values of all tokens, so that its last ones can be removed."""
+    return all(
+        (kind := _LAYERS.get(type(layer).__name__)) == "full"
+        or (kind == "sliding" and not layer.record_past and layer.get_seq_length() < layer.sliding_window)
+        for layer in cache.layers
+    )
+
+
+def branched(cache: Any, *, remove: int) -> Any:
+    """Return a cache with the same contents but the last `remove` tokens; its steps leave the first cache as it is."""
+    # Keys and values are shared, because steps replace these tensors. States of linear attention change in place, and
+    # padded steps append in place to a slab.
+    branch = copy.copy(cache)
+    in_slab = vars(branch).pop(SLAB, None) is not None
+    branch.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in branch.layers:
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):
+                copied = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
+                setattr(layer, name, copied)
+        if remove:
+            layer.crop(-remove)
+        if in_slab and getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    return branch
 
 
 def is_restorable(cache: Any) -> bool:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.model.inference import attention_cache
+from lightning_swarm.model.inference.attention_cache import SLAB
 from lightning_swarm.model.inference.joint_attention import CannotJoin, PerText
 from lightning_swarm.model.partition import argument_of
 
-_SLAB: Final = "_swarm_slab"  # attribute of a cache that holds its `Slab`
 _MASK: Final = "attention_mask"  # name of the blocks' argument
 _MOST_PADDING: Final = 2.0  # padded tokens, as a multiple of the texts' own
 _MORE: Final = 4  # a new tensor has room for this part of the longest text beside it
@@ -59,7 +59,7 @@ class Slab:
             slab.dissolve(but=caches)
         made = cls(caches)
         for cache in caches:
-            vars(cache)[_SLAB] = made
+            vars(cache)[SLAB] = made
         return made
 
     def _is_of(self, caches: Sequence[Any]) -> bool:
@@ -71,9 +71,9 @@ class Slab:
         """Give the texts tensors of their own, so that none holds the memory of others that have left."""
         for place, ref in enumerate(self._caches):
             cache = ref()
-            if cache is None or vars(cache).get(_SLAB) is not self or any(cache is one for one in but):
+            if cache is None or vars(cache).get(SLAB) is not self or any(cache is one for one in but):
                 continue
-            del vars(cache)[_SLAB]
+            del vars(cache)[SLAB]
             for index, layer in self.layers.items():
                 own = cache.layers[index] if index < len(cache.layers) else None
                 if own is not None and _is_view(own, layer.views[place]):
@@ -82,7 +82,7 @@ class Slab:
 
 def slab_of(cache: Any) -> Slab | None:
     """Return the slab that holds a cache's tensors."""
-    found: Slab | None = None if cache is None else vars(cache).get(_SLAB)
+    found: Slab | None = None if cache is None else vars(cache).get(SLAB)
     return found
 
 

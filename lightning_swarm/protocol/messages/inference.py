@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -17,6 +18,9 @@ MAX_TOGETHER: Final = 64
 
 WINDOW: Final = 16
 """Most steps of a session that a server takes ahead of its computation, and most that are sent to it at once."""
+
+MAX_PREFIXES: Final = 64
+"""Most prefixes among which a server chooses the longest that it keeps."""
 
 _MAX_LAYERS: Final = 4096
 _MAX_ROWS: Final = 1 << 16
@@ -179,6 +183,49 @@ class SessionClose(WireMessage, frozen=True):
     """A client notifies a server that a session is over."""
 
     session: SessionId
+    keeps: bool  # whether further sessions of the client may begin with its steps; a hint
+
+
+class SessionBranch(WireMessage, frozen=True):
+    """A client, or the previous stage's server, asks a server to begin a session with a prefix that it keeps.
+
+    The prefix is the first steps of a session of the same client, or of any client's session with the same digest.
+    """
+
+    session: SessionId  # the new session
+    client: PeerId
+    stage_index: Count
+    route: Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]  # begins with the asked server
+    adapters: Annotated[list[Digest | None], msgspec.Meta(max_length=MAX_STAGES)]  # as in `SessionStep`
+    source: SessionId | None  # the client's session that began with the prefix; None: prefixes are named by digests
+    numbers: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_PREFIXES)]  # steps of each prefix
+    digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_PREFIXES)]  # at this stage; empty with a source
+
+    # Sessions that keep prefixes are of served models, whose weights never change.
+    generation: Literal[0] = 0
+    version: Literal[0] = 0
+    weights: Literal[0] = 0
+    number: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that do not increase, and digests beside a source or in another number."""
+        if any(later <= earlier for earlier, later in itertools.pairwise(self.numbers)):
+            raise ValueError(f"the numbers of prefixes must increase, got {self.numbers}")
+        if len(self.digests) != (0 if self.source else len(self.numbers)):
+            raise ValueError("each prefix is named by its digest, or all by one source")
+        if len(self.adapters) not in (0, len(self.route)):
+            raise ValueError(f"{len(self.route)} servers have as many adapters, got {len(self.adapters)}")
+
+    @property
+    def adapter(self) -> bytes | None:
+        """The adapter's name at this stage."""
+        return self.adapters[0] if self.adapters else None
+
+
+class SessionBranched(WireMessage, frozen=True):
+    """A server's answer to `SessionBranch`."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # steps of the prefix, one of `numbers`; 0: none is kept
 
 
 class RunTextRequest(WireMessage, frozen=True):

@@ -90,6 +90,7 @@ class ServerOffer(WireMessage, frozen=True):
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]  # limit of one step, all rows together
     has_files: bool  # the server has the whole model, also weights outside the blocks and files
     is_draining: bool  # the server takes no new sessions
+    shares_prefixes: bool  # sessions may begin with prefixes of other clients' sessions
     # Seconds of a round trip to servers of other stages.
     round_trips: Annotated[dict[PeerId, NotNegative], msgspec.Meta(max_length=_MAX_NEIGHBOURS)]
 

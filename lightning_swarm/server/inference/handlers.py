@@ -11,7 +11,7 @@ import asyncio
 import logging
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
@@ -24,11 +24,14 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.model.inference import attention_cache
+from lightning_swarm.model.inference.prefix_digest import PrefixDigests
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol import rpc, serialization
 from lightning_swarm.protocol.messages.inference import (
     WINDOW,
     FailureKind,
+    SessionBranch,
+    SessionBranched,
     SessionClose,
     SessionFailed,
     SessionOutput,
@@ -43,6 +46,7 @@ from lightning_swarm.protocol.outbox import Outbox, StepOutbox
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.inference.batching import JointSteps, WaitingStep
 from lightning_swarm.server.inference.host import SessionHost, SessionStage
+from lightning_swarm.server.inference.prefixes import PrefixPolicy, PrefixStore, SessionKey, onward, record
 from lightning_swarm.server.inference.session_compute import SessionPart
 from lightning_swarm.server.inference.stage_session import KeptOutput, StageSession
 from lightning_swarm.server.inference.step_checks import check_tokens, checked_tree
@@ -53,7 +57,7 @@ _log = logging.getLogger(__name__)
 _MAX_REASON: Final = 4096  # characters of an error that are sent to the client
 _SMOOTHING: Final = 0.05  # weight of the newest step
 _MAX_SESSIONS: Final = 4096  # limit for all stages here, because small sessions take more memory than their tensors
-_Key = tuple[str, int]  # id of a session, index of the stage
+_BRANCHING_S: Final = 5.0  # seconds to find a prefix at all servers of a route; then the client sends the whole text
 _FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
 
@@ -68,6 +72,7 @@ class SessionHandlers:
         tasks: TaskOwner,
         host: SessionHost,
         *,
+        prefixes: PrefixPolicy = PrefixPolicy(),  # noqa: B008 - frozen
         on_dropped: Callable[[int], None] = lambda _: None,  # called with the number of bytes freed
     ) -> None:
         self._transport, self._limits = transport, limits
@@ -76,7 +81,8 @@ class SessionHandlers:
         self._output_outbox = Outbox[SessionOutput, None](self._give_outputs)
         self._spawn = tasks.spawn
         self._host, self._on_dropped = host, on_dropped
-        self._held: OrderedDict[_Key, StageSession] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[SessionKey, StageSession] = OrderedDict()  # least recently used first
+        self._prefixes = PrefixStore(prefixes)
         self._forgetting = False  # whether `_forget_idle` runs
         self.num_steps = 0  # computed so far
         self.num_tokens = 0  # likewise, in all rows of these steps
@@ -85,10 +91,13 @@ class SessionHandlers:
         rpc.SESSION_STEPS.serve(transport, self._handle_steps, max_bytes=max_bytes, admit=admit)
         rpc.SESSION_REPLAY.serve(transport, self._handle_replay, admit=host.check_client)
         rpc.SESSION_CLOSE.serve(transport, self._handle_close, admit=host.check_client)
+        if prefixes.keeps:
+            rpc.SESSION_BRANCH.serve(transport, self._handle_branch, admit=admit)
 
     def discard(self) -> None:
         """Drop all sessions, because their weights are gone."""
         self._held.clear()
+        self._prefixes.clear()
 
     async def end_all(self) -> None:
         """End all sessions here; they continue at other servers."""
@@ -102,6 +111,11 @@ class SessionHandlers:
     def num_open(self) -> int:
         """The number of sessions, summed over the stages here."""
         return len(self._held)
+
+    @property
+    def num_prefixes(self) -> int:
+        """The number of ended sessions whose caches are kept, summed over the stages here."""
+        return len(self._prefixes)
 
     def num_under_way(self, quiet_s: float) -> int:
         """Return the number of sessions with a step in the last seconds; the rest may be idle chats."""
@@ -119,7 +133,7 @@ class SessionHandlers:
 
     @property
     def free_bytes(self) -> int:
-        """The bytes left for sessions; kept outputs count as free, because they can be dropped."""
+        """The bytes left for sessions; kept outputs and prefixes count as free, because they can be dropped."""
         return max(0, self._limits.session_bytes - sum(held.cache_bytes for held in self._held.values()))
 
     # ------------------------------------------------------------------ steps
@@ -169,8 +183,9 @@ class SessionHandlers:
             held.taken = step.number
             self._spawn(self._advance(held, stage, step, hidden, extras, num_bytes(tensors)))
             await held.grow()
-        elif step.number == held.done:  # repeated for another server, or for a client that missed the output
-            self._spawn(self._send_on(held, held.kept[step.number]))
+        elif step.number == held.done and (kept := held.kept.get(step.number)) is not None:
+            # Repeated for another server, or for a client that missed the output.
+            self._spawn(self._send_on(held, kept))
         return True
 
     async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
@@ -193,6 +208,12 @@ class SessionHandlers:
 
     def _stage_of(self, step: SessionStep, caller: PeerId) -> SessionStage:
         """Return the stage of a step; refuse a step that its sender may not send, or not to this server."""
+        self._check_sender(step, caller)
+        if any(mode.grad for mode in step.modes):
+            raise ProtocolError("a session computes without gradients")
+        return self._host.stage_of(step)
+
+    def _check_sender(self, step: SessionStep | SessionBranch, caller: PeerId) -> None:
         me = self._transport.peer_id
         self._host.check_client(step.client)
         if caller != step.client and not self._host.is_server(caller):
@@ -201,9 +222,6 @@ class SessionHandlers:
             raise ProtocolError(f"the first stage's steps come from their client {step.client}, not from {caller}")
         if step.route[0] != me:
             raise ProtocolError(f"a step names its servers, {me} first here, got {step.route}")
-        if any(mode.grad for mode in step.modes):
-            raise ProtocolError("a session computes without gradients")
-        return self._host.stage_of(step)
 
     def _held_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
         """Return the session of a step at a stage; the first step begins it, if there is room."""
@@ -221,9 +239,8 @@ class SessionHandlers:
                     "`Limits.session_bytes`, and all of them go on"
                 )
             held = self._held[key] = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
-            if not self._forgetting:
-                self._forgetting = True
-                self._spawn(self._forget_idle())
+            held.digests = PrefixDigests() if self._prefixes.policy.shares else None
+            self._forget_idle_soon()
         elif held.client != step.client:
             raise ProtocolError(f"this session is of {held.client}, not of {step.client}")
         elif held.adapter != step.adapter:
@@ -278,6 +295,7 @@ class SessionHandlers:
                 kind: FailureKind = "lost" if isinstance(error, SessionLost) else "refused"
                 await self._blame(held, step, kind, _reason(error))
                 return
+            record(held, step, (hidden, extras), kept)
             held.keep(step.number, kept)
             if len(held.route) == 1:  # this is the last stage
                 held.drop_older()
@@ -298,7 +316,7 @@ class SessionHandlers:
             self._drop(key)
         await held.grow()
 
-    def _drop(self, key: _Key) -> int:
+    def _drop(self, key: SessionKey) -> int:
         """Drop a session at a stage; return the number of bytes freed."""
         held = self._held.pop(key)
         num_bytes = held.num_bytes
@@ -347,14 +365,10 @@ class SessionHandlers:
     async def _push(self, held: StageSession, kept: KeptOutput, *, alone: bool = False) -> None:
         """Send the output of a step to the next stage's server."""
         step = replace(
-            kept.step,
+            onward(kept.step),
             attempt=held.attempt,
             resume=held.resume,
-            stage_index=kept.step.stage_index + 1,
             route=held.route[1:],
-            modes=kept.step.modes[1:],
-            adapters=kept.step.adapters[1:],
-            drops=kept.step.drops[1:],
             structure=kept.structure,
             num_tensors=len(kept.tensors),
         )
@@ -411,13 +425,44 @@ class SessionHandlers:
         return range(number, end)
 
     async def _handle_close(self, caller: PeerId, request: SessionClose) -> None:
-        for held in [held for key, held in self._held.items() if key[0] == request.session and held.client == caller]:
-            await self._forget(held)
+        ended = [(key, held) for key, held in self._held.items() if key[0] == request.session and held.client == caller]
+        for key, held in ended:
+            if not request.keeps or (freed := self._prefixes.keep(key, held)) is None:
+                self._drop(key)
+            else:
+                del self._held[key]
+                self._steps.release(held.cache)
+                self._on_dropped(freed)
+            await held.grow()
+
+    # ------------------------------------------------------------------ prefixes
+
+    async def _handle_branch(self, caller: PeerId, request: SessionBranch) -> SessionBranched:
+        """Begin a session with the longest of these prefixes that all servers of the route keep."""
+        self._check_sender(request, caller)
+        self._host.stage_of(request)
+        key, timeout = (request.session, request.stage_index), _BRANCHING_S
+        if key in self._held:
+            raise ProtocolError("a session begins with a prefix, got one that has begun")
+
+        def ask(onward: SessionBranch) -> Awaitable[SessionBranched]:
+            return rpc.SESSION_BRANCH.ask(self._transport, onward.route[0], onward, timeout=timeout)
+
+        branch = await self._prefixes.branch(request, [*self._held.items()], ask)
+        if branch is None or key in self._held:
+            return SessionBranched(number=0)
+        self._held[key] = branch
+        self._make_room(but=branch)
+        if self._used_bytes() > self._limits.session_bytes or len(self._held) > _MAX_SESSIONS:
+            self._drop(key)
+            return SessionBranched(number=0)
+        self._forget_idle_soon()
+        return SessionBranched(number=branch.done)
 
     # ------------------------------------------------------------------ memory
 
     def _used_bytes(self) -> int:
-        return sum(held.num_bytes for held in self._held.values())
+        return sum(held.num_bytes for held in self._held.values()) + self._prefixes.num_bytes
 
     async def _make_room_for(self, held: StageSession) -> bool:
         """Make room for a session that has grown; if there is none, drop that session and return False."""
@@ -428,11 +473,15 @@ class SessionHandlers:
         return False
 
     def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
-        """Drop old outputs, then inactive sessions except `but`, until the rest and `num_more` new sessions fit.
+        """Drop prefixes, old outputs, and inactive sessions except `but`, until the rest and `num_more` sessions fit.
 
         Begin with the least recently used session each time.
         """
         excess = self._used_bytes() - self._limits.session_bytes
+        while len(self._prefixes) and (excess > 0 or len(self._prefixes) + len(self._held) + num_more > _MAX_SESSIONS):
+            freed = self._prefixes.drop_oldest()
+            self._on_dropped(freed)
+            excess -= freed
         if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
             return
         for held in [*self._held.values()] if excess > 0 else ():
@@ -447,11 +496,18 @@ class SessionHandlers:
             if held is not but and not held.goes_on:
                 excess -= self._drop(key)
 
+    def _forget_idle_soon(self) -> None:
+        if not self._forgetting:
+            self._forgetting = True
+            self._spawn(self._forget_idle())
+
     async def _forget_idle(self) -> None:
-        """Drop sessions without a step for `Limits.session_idle` seconds."""
+        """Drop sessions without a step for `Limits.session_idle` seconds, and prefixes that are not used."""
         idle_s = self._limits.session_idle
-        while self._held:
+        while self._held or len(self._prefixes):
             await asyncio.sleep(idle_s / 4)
+            if freed := self._prefixes.drop_unused():
+                self._on_dropped(freed)
             for held in [held for held in self._held.values() if now_s() >= held.used_s + idle_s]:
                 await self._forget(held)
         self._forgetting = False

@@ -15,7 +15,7 @@ from lightning_swarm.model.partition import StageModule, extras_after
 from lightning_swarm.model.random import key_seed
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.inference import SessionStep
+from lightning_swarm.protocol.messages.inference import SessionBranch, SessionStep
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.context import RunMembership
 from lightning_swarm.server.inference.adapters import Adapter, LayersOfStage
@@ -92,7 +92,7 @@ class SessionHost(Protocol):
         """Return whether a peer may send steps of other peers' sessions."""
         ...
 
-    def stage_of(self, step: SessionStep) -> SessionStage:
+    def stage_of(self, step: SessionStep | SessionBranch) -> SessionStage:
         """Return the stage of a step; raise if it is not here with the weights that the step names."""
         ...
 
@@ -112,7 +112,7 @@ class RunSessionHost:
         """See `SessionHost`."""
         return self.membership.knows_server(caller)
 
-    def stage_of(self, step: SessionStep) -> SessionStage:
+    def stage_of(self, step: SessionStep | SessionBranch) -> SessionStage:
         """See `SessionHost`."""
         run = self.membership.run
         run.check_generation(step.generation)
@@ -127,13 +127,13 @@ class RunSessionHost:
             module=stage.module,
             computation=stage.computation,
             first_block=run.manifest.stages[stage.index].first_block,
-            holding=lambda: _holding(stage, step),
+            holding=lambda: _holding(stage, step.version, step.weights),
             ready=lambda: self.steps.wait_for_version(step.version),
         )
 
 
 @contextlib.contextmanager
-def _holding(stage: Stage, step: SessionStep) -> Iterator[None]:
-    """Give the stage the weights that a step names."""
-    with stage.at(step.version), stage.holding(step.weights):
+def _holding(stage: Stage, version: int, weights: int) -> Iterator[None]:
+    """Give the stage the weights of a version, or the evaluation weights of this number."""
+    with stage.at(version), stage.holding(weights):
         yield

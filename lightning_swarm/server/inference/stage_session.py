@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.model.inference import attention_cache
+from lightning_swarm.model.inference.prefix_digest import PrefixDigests
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.inference import WINDOW, SessionStep
 
@@ -37,12 +39,17 @@ class StageSession:
     route: list[PeerId]  # begins with this server
     resume: int  # outputs from this step on are sent along the route
     adapter: bytes | None = None  # digest of its steps' adapter
+    source: str | None = None  # session of this client from which it branched
     cache: Any = None  # made by the first step
+    begun: int = 0  # steps of the prefix with which it began
     taken: int = 0  # the newest step that is computed or will be
     done: int = 0  # the newest step that is computed
     kept: OrderedDict[int, KeptOutput] = field(default_factory=OrderedDict)  # step number -> output
     cache_bytes: int = 0
     kept_bytes: int = 0
+    lengths: list[int] = field(default_factory=list)  # tokens in the cache after each step
+    first_state: int = 1  # the first step whose state later steps have only extended
+    digests: PrefixDigests | None = None  # set if other clients may share the session's prefixes
     used_s: float = field(default_factory=now_s)  # time of the newest step's arrival
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -75,8 +82,36 @@ class StageSession:
 
     def keep(self, number: int, kept: KeptOutput) -> None:
         """Keep the output of a step."""
+        if kept.step.operations:
+            self.first_state = number
+        self.lengths.append(kept.length or 0)
         self.kept[number] = kept
         self.kept_bytes += kept.num_bytes
+
+    def can_branch(self, number: int) -> bool:
+        """Return whether the cache's state after a step can be restored now."""
+        if self.cache is None or self.done < self.taken or not self.first_state <= number <= self.done:
+            return False
+        return number == self.done or attention_cache.can_be_cut(self.cache)
+
+    def branch(self, client: PeerId, route: list[PeerId], number: int) -> StageSession:
+        """Return a session of a client that begins with the first steps of this one, if it `can_branch` there."""
+        cache = attention_cache.branched(self.cache, remove=self.lengths[-1] - self.lengths[number - 1])
+        return StageSession(
+            client,
+            0,
+            route,
+            number + 1,
+            self.adapter,
+            cache=cache,
+            begun=number,
+            taken=number,
+            done=number,
+            cache_bytes=attention_cache.num_bytes(cache),
+            lengths=self.lengths[:number],
+            first_state=self.first_state,
+            digests=None if self.digests is None else self.digests.upto(number),
+        )
 
     def drop_older(self) -> int:
         """Drop all outputs but the newest, which may be in transit; return the number of bytes freed."""

@@ -800,7 +800,13 @@ SAMPLES = [
         target=A,
         phase="generating",
     ),
-    Sample(CALL, SESSION_CLOSE.name, plain(lambda _: SessionClose(session=SESSION)), target=A, phase="generating"),
+    Sample(
+        CALL,
+        SESSION_CLOSE.name,
+        plain(lambda _: SessionClose(session=SESSION, keeps=False)),
+        target=A,
+        phase="generating",
+    ),
 ]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
@@ -816,7 +822,7 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
     # Trainers and servers of served models answer the other methods; their own tests have malformed messages.
     elsewhere = [rpc.BAN, rpc.CLAIM, rpc.LEADS, rpc.LOOP, rpc.REPLAY, rpc.REPORT, rpc.REPORT_METRICS, rpc.RUN_TEXT]
     elsewhere += [one for one in RPCS if one.name.startswith(("model.", "tune."))]
-    elsewhere += [rpc.SESSION_FAILED, rpc.SESSION_OUTPUTS]
+    elsewhere += [rpc.SESSION_BRANCH, rpc.SESSION_FAILED, rpc.SESSION_OUTPUTS]
     named = {method for _, method in left} | {one.name for one in elsewhere} | {sample.method for sample in SAMPLES}
     assert named == OPEN_METHODS - {INTRODUCE} | {one.name for one in RPCS}
 

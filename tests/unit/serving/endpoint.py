@@ -19,7 +19,7 @@ class Writer:
 
     made: list[Writer]
 
-    num_prompt = num_tokens = 1
+    num_prompt = num_tokens = num_cached = 1
 
     def __init__(self, *_: Any, on_end: Callable[[], None], **__: Any) -> None:
         self.over, self.is_aborted, self.on_end = asyncio.Event(), False, on_end

@@ -105,6 +105,24 @@ def test_no_text_holds_the_memory_of_others_that_have_left() -> None:
     assert_same(caches, others)
 
 
+@pytest.mark.parametrize("remove", [0, 2])
+def test_a_branch_shares_no_memory_that_texts_append_to(remove: int) -> None:
+    caches, others = begun()
+    step(caches, others, [0, 1, 2, 3])
+    branch, other = (attention_cache.branched(each[2], remove=remove) for each in (caches, others))
+    assert slab_of(branch) is None
+    shared = {tensor.untyped_storage().data_ptr() for tensor in attention_cache.tensors(caches[2])}
+    assert not shared & {tensor.untyped_storage().data_ptr() for tensor in attention_cache.tensors(branch)}
+    for _ in range(3):  # the source goes on in its slab
+        step(caches, others, [0, 1, 2, 3])
+        assert_same([branch], [other])
+    caches[1], others[1] = caches[2], others[2]
+    caches[2], others[2] = branch, other
+    for _ in range(3):
+        step(caches, others, [0, 2, 3])
+        assert_same(caches, others)
+
+
 def test_masks_hide_the_padding() -> None:
     caches, _ = begun()
     joint = PaddedCache(caches[:2], ROWS[:2], 1)  # 5 tokens, and 3 in two rows

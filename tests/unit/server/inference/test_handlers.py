@@ -310,12 +310,14 @@ def test_nobody_continues_reads_or_ends_the_session_of_another_one(make_swarm: M
     request = SessionReplay(session=SESSION, stage_index=0, attempt=9, resume=2, route=[A, D])
     with pytest.raises(SessionLost, match="no such session of other"):
         swarm.run(other.call(A, SESSION_REPLAY.name, encode(request), timeout=5.0))
-    swarm.run(other.call(A, SESSION_CLOSE.name, encode(SessionClose(session=SESSION)), timeout=5.0))
+    swarm.run(other.call(A, SESSION_CLOSE.name, encode(SessionClose(session=SESSION, keeps=False)), timeout=5.0))
     assert swarm.servers[A].sessions.num_open == 1
     stranger = swarm.network.transport("stranger")
     with pytest.raises(PeerError):
         send(swarm, message(tokens(1), A, C), by=stranger)
-    swarm.run(swarm.trainer.call(A, SESSION_CLOSE.name, encode(SessionClose(session=SESSION)), timeout=5.0))
+    swarm.run(
+        swarm.trainer.call(A, SESSION_CLOSE.name, encode(SessionClose(session=SESSION, keeps=False)), timeout=5.0)
+    )
     assert swarm.servers[A].sessions.num_open == 0
     swarm.run(other.close())
     swarm.run(stranger.close())

@@ -1,0 +1,123 @@
+"""Prefixes of a client's texts: a prompt whose beginning the servers keep pays for its other tokens alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.client.inference.prefixes import KeptTexts
+from lightning_swarm.client.inference.session import SessionInput
+from lightning_swarm.model.inference.attention_cache import CacheHandle
+from lightning_swarm.protocol.messages.inference import CacheRecipe
+from lightning_swarm.serving.blocks import Recorded, ServedBlocks, TextInProgress
+
+PREFILL_CHUNK: Final = 256
+"""Tokens of each row in a step of a long prompt. Clients share prefixes of whole chunks."""
+
+# Arguments of `generate`, beside those of its config, that do not change what the blocks compute.
+_HARMLESS: Final = {
+    "input_ids",
+    "inputs",
+    "attention_mask",
+    "generation_config",
+    "logits_processor",
+    "stopping_criteria",
+    "streamer",
+    "tokenizer",
+}
+
+
+def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any], options: Collection[str]) -> bool:
+    """Return whether a call of `generate` writes one plain text, whose tokens determine what servers compute.
+
+    `chosen` returns an option by name, and `options` are the names of those that the call itself has.
+    """
+    from lightning_swarm.serving.remote_model import has_own_prompt, positions_depend_on_length
+
+    if not isinstance(prompt, Tensor) or prompt.ndim != 2 or len(prompt) != 1:
+        return False
+    if any(name not in _HARMLESS and not hasattr(model.generation_config, name) for name in options):
+        return False
+    if max(chosen("num_beams") or 1, chosen("num_return_sequences") or 1) > 1 or chosen("use_cache") is False:
+        return False
+    if any(map(chosen, ("cache_implementation", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers"))):
+        return False
+    mask, pad = chosen("attention_mask"), chosen("pad_token_id")
+    # Without a mask, Hugging Face masks tokens that pad.
+    masks = (prompt == pad if pad is not None else torch.zeros(1)) if mask is None else mask != 1
+    return not bool(masks.any()) and not has_own_prompt(model) and not positions_depend_on_length(model)
+
+
+def writing(model: Any, scope: Hashable = "") -> AbstractContextManager[TextInProgress]:
+    """Inside, `model.generate` notes in the yielded text how many of its tokens the servers had before.
+
+    It begins with prefixes of texts of the same scope alone.
+    """
+    client = getattr(model, "swarm", None)
+    return nullcontext(TextInProgress()) if client is None else client.served.writing(scope)
+
+
+class TextPrefixes:
+    """Begins texts with prefixes that the servers keep, and remembers the texts that were written."""
+
+    def __init__(self, model: Any, served: ServedBlocks, shares: Callable[[], bool]) -> None:
+        self._model, self._served = model, served
+        self._shares = shares  # whether the servers share the prefixes of all clients
+        self.texts = KeptTexts()
+
+    def begin(self, prompt: Tensor, text: TextInProgress) -> dict[str, Any]:
+        """Return the options of `generate` with which a text begins: its cache, if servers keep a prefix of the prompt.
+
+        Args:
+            prompt: Tokens, ``[1, tokens]``. They stay the whole prompt for `generate`.
+            text: The text, of which this sets `num_kept_tokens`.
+        """
+        adapters = self._served.adapters_of_texts()
+        if adapters is None:
+            return {}
+        found = self.texts.find(prompt[0].cpu(), adapters, text.scope, exact=self._served.exact)
+        branched = None
+        if found is not None:
+            kept, number = found
+            source = kept.session
+            assert source.recipe is not None
+            branched = self._served.branched(source.recipe, source.log[:number], adapters, source)
+        if branched is None and self._shares() and prompt.shape[1] > PREFILL_CHUNK and not self._model._is_stateful:
+            recipe, steps = self._recorded(prompt)
+            branched = self._served.branched(recipe, steps, adapters)
+        if branched is None:
+            return {}
+        cache, text.num_kept_tokens = branched
+        return {"past_key_values": cache}
+
+    def keep(self, tokens: Tensor, text: TextInProgress) -> None:
+        """Remember a text, of these tokens ``[1, tokens]``, for later prompts that begin like it."""
+        if text.num_caches == 1:
+            handle = CacheHandle.of(text.cache)
+            # A cache without a length, of states alone, does not say to `generate` how much of a prompt it has.
+            if handle.session is not None and handle.length:
+                self.texts.keep(handle.session, tokens[0], text.scope)
+
+    def _recorded(self, prompt: Tensor) -> tuple[CacheRecipe, list[SessionInput]]:
+        """Return the recipe of a prompt's cache, and its whole chunks as steps, computed only up to the blocks."""
+        import transformers
+
+        cache = transformers.DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        with self._served.recording() as steps, torch.no_grad():
+            for end in range(PREFILL_CHUNK, prompt.shape[1], PREFILL_CHUNK):
+                inputs = self._model.prepare_inputs_for_generation(
+                    prompt[:, :end],
+                    next_sequence_length=PREFILL_CHUNK,
+                    past_key_values=cache,
+                    attention_mask=torch.ones_like(prompt[:, :end]),
+                    is_first_iteration=end == PREFILL_CHUNK,
+                    use_cache=True,
+                )
+                with contextlib.suppress(Recorded):
+                    self._model(**inputs)
+        return CacheHandle.of(cache).recipe, steps
