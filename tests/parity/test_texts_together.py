@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,21 @@ def test_second_turns_begin_with_the_first_amid_others(
     for prompt, one in zip([*prompts, *turns], [*listeners, *seconds], strict=True):
         assert one.tokens == plain(model, prompt)[: len(one.tokens)]
         assert one is leaving or len(one.tokens) == NUM_NEW
+
+
+def test_endpoints_share_the_chunks_of_a_prompt(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    system, cached = random_prompts((600,))[0], list[int]()
+    with closing(ServedSwarm(tmp_path, num_stages=2)) as swarm:
+        swarm.serve("a", shares_prefixes=True)
+        for number, name in enumerate(("one", "other")):
+            texts, prompt = Texts(ServedText("m", swarm.connect(name=name), None)), [*system, 3 + number]
+            listener = texts.begin(prompt)
+            texts.scheduler.run()
+            assert listener.tokens == plain(model, prompt)
+            cached.append(listener.num_cached)
+    assert cached == [0, 512]
 
 
 def test_an_error_of_one_text_leaves_the_others(serve: Callable[..., Any]) -> None:

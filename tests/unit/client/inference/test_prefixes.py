@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_swarm.client.inference.prefixes import KeptTexts, num_common
 from lightning_swarm.client.inference.session import SessionInput
+from lightning_swarm.model.inference.prefix_digest import StageInput
 from lightning_swarm.protocol.messages.inference import CacheLayer, CacheOperation, CacheRecipe
 
 BYTES = 8 * 4  # of a token's hidden state
@@ -49,6 +51,16 @@ def test_the_longest_beginning_ends_at_a_step_and_leaves_a_token() -> None:
     ]:
         assert found(texts, prompt) == wanted, prompt
     assert found(texts, tokens(1, 2, 3, 4, 5, 6), scope="other") is None
+
+
+def test_an_exact_text_continues_exact_texts_alone() -> None:
+    texts = KeptTexts(min_tokens=1)
+    texts.keep(session("a", step(3)), tokens(1, 2, 3))
+    texts.keep(session("b", step(2), exact=True), tokens(1, 2))
+    assert found(texts, tokens(1, 2, 3, 4), exact=True) == ("b", 1)
+    assert found(texts, tokens(1, 2, 3, 4)) == ("a", 1)
+    one = StageInput(stage_index=0, modes=[], adapters=[], recipe=None, exact=False, tree=(torch.zeros(1, 1, 8), {}))
+    assert one.digest(b"") != replace(one, exact=True).digest(b"")
 
 
 @pytest.mark.parametrize(
