@@ -36,6 +36,7 @@ PROCESSES = {
     "generation_large": Small(SERVED, {"NUM_PEERS": 2}),
     "generation_quantized": Small(f"--repeats 1 {SERVED}"),
     "generation_many": Small(f"--stages 1 --texts 2 --repeats 1 {SERVED}"),
+    "generation_turns": Small(f"--stages 1 --prompt 300 --repeats 1 {SERVED}"),
     "honest_kinds": Small("--peers 2 --steps 2", {"CONDITIONS": ("float32, dropout",)}),
     "large": Small("--memory-mb 0", {"WAYS": {"a swarm of 2": LARGE}}),
     "moving": Small("--seconds 20 --interval-s 4", {"NUM_MICROBATCHES": 8, "BEGIN": ((1.0,), (1.0, 3.0))}),
