@@ -114,14 +114,14 @@ def assert_late(swarm: SwarmRun, late: Run) -> None:
 def _lates() -> Iterator[list[int]]:
     """Collect the steps whose records came while later steps took batches."""
     found: list[int] = []
-    decide = CoordinatorGeneration._decide_due
+    decide = CoordinatorGeneration._decide_late
 
     async def noted(self: CoordinatorGeneration, step: OpenStep) -> None:
         found.append(step.step)
         await decide(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CoordinatorGeneration, "_decide_due", noted)
+        patch.setattr(CoordinatorGeneration, "_decide_late", noted)
         yield found
 
 
