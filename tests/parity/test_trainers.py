@@ -255,7 +255,7 @@ class WithdrawsLast(Watching):
         lead: Any = self.seen.trainers[0].strategy
         self.seen.withdrawn.add(place_of(self))
         self.seen.wait_for(
-            lambda: lead.peer.server.admission.leadership.coordinator.generation.trainers.lead._permits is not None
+            lambda: lead.peer.server.admission.leadership.coordinator.generation.trainers.lead._permitted_until is not None
         )
         self.trainer.should_stop = True
         return None

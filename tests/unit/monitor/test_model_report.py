@@ -22,6 +22,7 @@ OFFER = ServerOffer(
     free_bytes=3_000_000_000,
     step_tokens=512,
     has_files=True,
+    shares_prefixes=False,
     is_draining=False,
     round_trips={},
 )
