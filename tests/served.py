@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -185,6 +186,11 @@ class ServedSwarm:
             client.close()
         for host in self.hosts.values():
             self.loop.run_until_complete(host.close())
+        left = asyncio.all_tasks(self.loop)  # such as last messages to servers that are dead
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left))
         self.loop.close()
 
 
