@@ -1,7 +1,13 @@
 """Checks by random projections that the mean of a round is the mean of its members' sums.
 
-Pure. A mean passes if it differs from the true mean by no more than rounding. A failed check convicts no server; the
-coordinator's own server then compares the sums and the means themselves.
+A projection gives each element of a vector a random sign, adds each element to one of few buckets, and returns the
+buckets' totals. It is linear, so the projection of the mean, times the divisor, must be the total of the projections of
+the sums. Each member answers with a `PartProjections`: `sums` projects its own sum and `means` the mean that it holds;
+`norms` are the norms of its sum's elements in each bucket. `parts` are digests of the mean's parts, and `given` of the
+members' contributions to the part that it reduced.
+
+Pure. A mean passes if it differs from the true mean by no more than rounding (see `_is_mean`). A failed check convicts
+no server; the coordinator's own server then compares the sums and the means themselves.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ def sum_dtype(stage: StageManifest, trained: Collection[str]) -> DType:
 
 @dataclass(frozen=True)
 class StageScale:
-    """The relation between a stage's mean and its members' sums."""
+    """The length, dtype and divisor of a stage's mean."""
 
     length: int  # elements of the mean
     dtype: DType  # the mean's dtype
@@ -45,7 +51,10 @@ class StageScale:
         return part_bounds(self.length, num_members)
 
     def rounding(self, num_members: int) -> float:
-        """Return the largest rounding error of an element of the mean, relative to the sum of its terms' magnitudes."""
+        """Return the largest rounding error of an element of the mean, relative to the sum of its terms' magnitudes.
+
+        This worst case is for comparisons of single elements.
+        """
         # Each addition rounds, and so do up to three divisions by weight and scale, and their divisors.
         return (num_members + 5) * _UNITS[self.dtype]
 
@@ -69,8 +78,9 @@ def check_shape(answer: PartProjections, num_members: int) -> None:
             f"a projection of {num_members} parts has {wanted} numbers of each kind and {num_members} digests, got "
             f"{found}"
         )
-    if any(norm < 0.0 for norm in (*answer.norms, answer.squared_norm)):
-        raise ProtocolError("norms are not negative")
+    negative = [norm for norm in (*answer.norms, answer.squared_norm) if norm < 0.0]
+    if negative:
+        raise ProtocolError(f"norms must not be negative, got {negative[0]}")
 
 
 def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
@@ -89,12 +99,15 @@ def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
 
 def _is_mean(answers: Sequence[PartProjections], part: int, bounds: slice, scale: StageScale) -> bool:
     """Return whether each member's copy of one part is the mean of all members' sums."""
+    # A copy passes if, in each bucket, with totals over all members,
+    #     |mean * divisor - total(sums)| <= t * (relative * total(norms) + absolute).
     # The signs are drawn after all vectors are settled. So the rounding errors ``e`` in a bucket add up to more than
     # ``t * norm(e)`` with a probability of at most ``2 * exp(-t*t/2)``, for any ``e`` (Hoeffding).
     count = len(answers)
     size = num_buckets(count)
-    rows = math.ceil((bounds.stop - bounds.start) / size)
-    # The `count - 1` additions and the divisions of one element round independently.
+    rows = math.ceil((bounds.stop - bounds.start) / size)  # most elements in one bucket
+    # `relative` is the rounding of the mean and of the projections; `absolute` is underflow. The `count - 1` additions
+    # and the divisions of one element round independently, so their errors grow with the root of their number.
     relative = _UNITS[scale.dtype] * math.sqrt(count + 5) + _DOUBLE * math.sqrt(rows + 5)
     absolute = scale.smallest * scale.divisor * math.sqrt(rows)
     for index in range(part * size, (part + 1) * size):
@@ -126,9 +139,10 @@ def choose_accused(contradictions: Sequence[Contradiction], num_members: int) ->
 
 
 def same_numbers(said: Sequence[float], found: Sequence[float], sizes: Sequence[float] | None = None) -> bool:
-    """Return whether two lists of sums are equal, except for rounding in another order of summation."""
-    # `sizes` are the magnitudes to which the tolerance is relative; None: the sums themselves, none of which is
-    # negative.
+    """Return whether two lists of sums are equal, except for rounding in another order of summation.
+
+    The tolerance is relative to `sizes`; None: to the sums `found`, which must not be negative then.
+    """
     return all(
         abs(one - other) <= _SAME * size
         or one == other
