@@ -77,7 +77,7 @@ class TrainerRole:
         )
         pipeline = Pipeline(context, runtime, config)
         steps = self._step_client(run, context)
-        context.check = steps.renew
+        context.ensure_enlisted = steps.renew
         is_lead = self._transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 

@@ -91,25 +91,30 @@ class PipelineContext:
     transport: Transport
     tickets: TicketStore
     routers: Sequence[StageRouter]  # one for each stage
-    timeout: float  # maximum seconds for a call, its input included, and for a microbatch's attempts
+    timeout: float  # seconds; longest call, with the wait for its input, and limit of a microbatch's attempts
     events: EventLog
     replay_buffer: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))  # replay copies
     stage_timeout: float = 0.0  # seconds to wait for a stage without reachable peers, if longer than `timeout`
     results: ResultCheck = field(default_factory=ResultCheck)
-    check: Callable[[], Awaitable[None]] = nothing  # raises the run's error; enlists a removed trainer again
+    ensure_enlisted: Callable[[], Awaitable[None]] = nothing  # enlists a removed trainer again; raises the run's error
     fault_counts: Counter[str] = field(default_factory=Counter)  # busy peers, repeated calls and replaced peers
-    # Servers that cannot be reached from here -> (candidate, time of the last attempt). They get no microbatch while
-    # another server of their stage can be reached.
-    unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
+    # A server may get no microbatches for these reasons:
+    # - unreached: no connection when it joined. Ends with a later attempt; counts only while its stage has others.
+    # - silent: could not be reached in a call. Ends with an answer. Microbatches wait while a whole stage is silent.
+    # - avoided: the coordinator asked for it. Ends with the next record, or if all others of the stage failed.
+    # - lost: the open step continues without it, as the coordinator announced. Ends only with the next record.
+    # - ejected: failed recently. The stage's router keeps these, and ends each after a while.
+    # The event `ban` reports avoided and ejected servers.
+    unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)  # and the last attempt
     revokers: set[PeerId] = field(default_factory=set)  # servers that reported a batch of the open step as struck
     num_under_way: int = 0  # microbatches
     durations: Durations = field(default_factory=Durations)  # microbatches, one way through all stages
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))  # derives the keys of results
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by a microbatch that is sent alone
+    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a microbatch is sent alone
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # set if a microbatch ends or the rosters change
-    _set_aside: dict[int, set[PeerId]] = field(default_factory=dict)  # stage -> avoided or lost servers
+    _avoided: dict[int, set[PeerId]] = field(default_factory=dict)  # stage -> avoided servers, the lost ones included
     _lost: set[PeerId] = field(default_factory=set)  # servers lost to the open step
-    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # unreached peers -> the last error
+    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # silent peers -> the last error
 
     def __post_init__(self) -> None:
         self._outage_wait = OutageWait(self.events, stage_timeout=self.stage_timeout)
@@ -132,7 +137,7 @@ class PipelineContext:
         )
         present = {peer for roster in rosters for peer in roster}
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
-        self._set_aside.clear()
+        self._avoided.clear()
         self._lost.clear()
         for router, roster in zip(self.routers, rosters, strict=False):  # stages on trainers have no router
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
@@ -184,12 +189,12 @@ class PipelineContext:
         try:
             return await ask()
         except NotEnlisted:  # the run went on without this trainer, or the peer does not know it yet
-            await self.check()
+            await self.ensure_enlisted()
             return await ask()
 
     async def wait_for_room(self) -> None:
         """Wait while a stage's peers have enough work, until their first forwards show which of them are slow."""
-        while self._turn.locked() or any(router.is_full for router in self.routers):
+        while self._alone.locked() or any(router.is_full for router in self.routers):
             self._progress.clear()
             await self._progress.wait()
 
@@ -202,7 +207,7 @@ class PipelineContext:
         self.num_under_way -= 1  # so that no microbatch that is to be sent alone waits for this one
         self._progress.set()
         try:
-            async with self._turn:
+            async with self._alone:
                 while self.num_under_way:
                     self._progress.clear()
                     await self._progress.wait()
@@ -256,7 +261,7 @@ class PipelineContext:
             router.note_forward(charge, busy_s=busy_s)
 
     def note_answer(self, peer: PeerId, *, step: int) -> None:
-        """Record that a peer answered. If it was silent before, stages without servers are no longer waited for."""
+        """Record that a peer answered. If it was silent before, end the wait for empty stages."""
         if self._silent.pop(peer, None) is not None:
             self._outage_wait.stage_found(step=step)
 
@@ -278,7 +283,7 @@ class PipelineContext:
         self._outage_wait.keep(stage, gone, step=step, address=address, now_s=now_s())
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
-                await self.check()
+                await self.ensure_enlisted()
         except (PeerError, TimeoutError) as error:
             _log.info("It is unknown whether the run goes on: %r", error)
 
@@ -286,27 +291,26 @@ class PipelineContext:
         """Avoid `lost` servers, and `peers` where a stage has other servers, until the next record."""
         self._lost.update(lost)
         for stage, router in enumerate(self.routers):
-            aside = self._set_aside.setdefault(stage, set())
-            known, left = {*router.peers, *aside}, self.peers_of(stage)
-            chosen = left - aside - {*peers} or left  # if no other server is left, use avoided ones after all
-            if not chosen or chosen == {*router.peers}:
+            avoided = self._avoided.setdefault(stage, set())
+            known, left = {*router.peers, *avoided}, self.peers_of(stage)
+            usable = left - avoided - {*peers} or left  # if no other server is left, use avoided ones after all
+            if not usable or usable == {*router.peers}:
                 continue
-            for peer in sorted({*router.peers} - chosen):
+            for peer in sorted({*router.peers} - usable):
                 self.events.note("ban", peer=peer, stage=stage, step=step, reason=reason)
-            aside.update(known - chosen)
-            aside -= chosen
-            router.set_peers(sorted(chosen))
+            self._avoided[stage] = known - usable
+            router.set_peers(sorted(usable))
 
     def peers_of(self, stage: int) -> set[PeerId]:
         """Return a stage's servers that may work in the open step, even if only as a last resort."""
-        return {*self.routers[stage].peers, *self._set_aside.get(stage, ())} - self._lost
+        return {*self.routers[stage].peers, *self._avoided.get(stage, ())} - self._lost
 
     def _take_back(self, stage: int) -> None:
         """Use a stage's avoided servers again if all other servers failed, which may have accused them falsely."""
-        router, aside = self.routers[stage], self._set_aside.get(stage, set())
-        if aside - self._lost and all(self.is_ejected(stage, peer) for peer in router.peers):
+        router, avoided = self.routers[stage], self._avoided.get(stage, set())
+        if avoided - self._lost and all(self.is_ejected(stage, peer) for peer in router.peers):
             router.set_peers(sorted(self.peers_of(stage)))
-            aside &= self._lost
+            avoided &= self._lost
 
     def eject(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
         """Eject a peer for a while in all stages, because it failed in `stage`."""

@@ -638,7 +638,7 @@ def test_passages_do_not_wait_for_a_run_that_broke_off(make_swarm: MakeSwarm) ->
         if route.swarm.loop.time() > 100.0:
             raise StepError("it broke off")
 
-    route.context.check = check
+    route.context.ensure_enlisted = check
     with pytest.raises(StepError, match="it broke off"):
         route.run()
     plan.check()
