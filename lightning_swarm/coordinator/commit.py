@@ -285,7 +285,7 @@ class StepCommit:
         gone = {*gone, *convicted}
         newcomers = [one for one in newcomers if one.member.peer_id not in convicted]
         enlisted, retired = self._trainer_membership.changes(convicted)
-        invited = self._context.invitations.of([*(one.member.peer_id for one in newcomers), *enlisted])
+        invited = self._context.invitations.invitations_of([*(one.member.peer_id for one in newcomers), *enlisted])
         if not isinstance(invited, UnsetType):
             newcomers = [one for one in newcomers if one.member.peer_id in invited]
             enlisted = [peer for peer in enlisted if peer in invited]

@@ -192,7 +192,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         ("bob", None, "lightning-swarm join --invite" if hosts is None else "this peer has no invitation"),
         ("carl", unused, "came by an invitation that was banned from this run"),
         ("mallory", None, "it was made for another peer"),
-        ("dora", invitation, "has 1, and as many others came by it"),
+        ("dora", invitation, "all uses (1) of the invitation of"),
         ("erna", expired, "it expired"),
         ("fred", for_one, "it was made for another peer"),
     ]
@@ -207,7 +207,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         (users.present("ida", expired), [at_the_gate, "its peer came after the invitation had expired"]),
         (
             users.present("jane", expired, days_ago=8),
-            ["who comes to a run for the first time comes before its invitation expires"],
+            ["a new peer must join before its invitation expires"],
         ),
     ]
     for refused, said in at_once:

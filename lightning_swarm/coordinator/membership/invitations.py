@@ -45,71 +45,71 @@ class InvitationUses:
 
     async def forget_the_gone(self, peer: PeerId) -> None:
         """Free the uses of peers that died while they waited, if a peer that asks needs one."""
-        used, permit = self._run.invitations, self._transport.permit_of(peer)
-        if isinstance(used, UnsetType) or permit is None:
+        uses, permit = self._run.invitations, self._transport.permit_of(peer)
+        if isinstance(uses, UnsetType) or permit is None:
             return
-        by, pending = invited_by(permit), self._pending(peer)
-        if not has_room(used, peer, by) or has_room(used_after(used, pending), peer, by):
+        invitation, pending = invited_by(permit), self._pending(peer)
+        if not has_room(uses, peer, invitation) or has_room(used_after(uses, pending), peer, invitation):
             return  # all uses are spent for good, or one is left
         # A peer that downloads may not call the coordinator for long, so it is pinged.
         there = await alive_among(self._transport, pending)
         for one in sorted(pending.keys() - there):
-            _log.info("%s is gone, and keeps no use of its invitation any more.", one)
+            _log.info("%s is gone, and its use of the invitation is free again.", one)
             for waiting in self.waiting_lists:
                 waiting.forget(one)
 
     def _pending(self, peer: PeerId) -> dict[PeerId, InvitedBy]:
         """Return the invitations of all peers that wait for a record, except this one."""
         waiting = {one for peers in self.waiting_lists for one in peers.waiting} - {peer}
-        return {one: its for one, its in self._asked.items() if one in waiting}
+        return {one: invitation for one, invitation in self._asked.items() if one in waiting}
 
-    def check(self, peer: PeerId) -> None:
+    def reserve(self, peer: PeerId) -> None:
         """Reserve a use of its invitation for a peer that asks to join or to train; raise AccessDenied or Busy."""
-        used = self._run.invitations
-        if isinstance(used, UnsetType):
+        uses = self._run.invitations
+        if isinstance(uses, UnsetType):
             return
         permit = self._transport.permit_of(peer)
         if permit is None:  # it has just expired
             raise Uncertified(f"the certificate of {peer} has expired. Join with a new invitation.")
-        by = invited_by(permit)
+        invitation = invited_by(permit)
         self._asked = self._pending(peer)
-        if self._wall_s() >= permit.come_by_s and not has_come(used, peer):
+        if self._wall_s() >= permit.come_by_s and not has_come(uses, peer):
             raise AccessDenied(
-                f"who comes to a run for the first time comes before its invitation expires, and that of {peer} has "
-                "expired. Ask the run's owner for another one: `lightning-swarm invite`."
+                f"a new peer must join before its invitation expires: that of {peer} has expired, and this peer was "
+                "never in the run. Ask the run's owner for another one: `lightning-swarm invite`."
             )
-        if not has_room(used, peer, by):
-            if is_full(used):
+        if not has_room(uses, peer, invitation):
+            if is_full(uses):
                 raise AccessDenied(
-                    f"a run counts up to {MAX_COUNTED} invited peers, and so many came. "
+                    f"a run counts up to {MAX_COUNTED} invited peers, and {MAX_COUNTED} have joined. "
                     "Peers that come back with the same key (`identity_path`) count once. To count anew, start the run "
-                    "from a checkpoint without its entry `swarm_peers`, and ban again who is banned."
+                    "from a checkpoint without its entry `swarm_peers`, and repeat the bans."
                 )
             raise AccessDenied(
-                f"an invitation lets in as many peers as it has uses: that of {peer} has {by.uses}, and as many others "
-                "came by it. Ask the run's owner for another one: `lightning-swarm invite`."
+                f"all uses ({invitation.uses}) of the invitation of {peer} are taken by other peers. "
+                "Ask the run's owner for another one: `lightning-swarm invite`."
             )
-        if not has_room(used_after(used, self._asked), peer, by):  # the last uses are kept for peers that wait
+        if not has_room(used_after(uses, self._asked), peer, invitation):  # the last uses are for peers that wait
             raise Busy(
-                f"a use of an invitation is kept for a peer that is about to join, and none is left for {peer} now. "
-                "It is free again if that peer does not come."
+                f"no use of its invitation is free for {peer} now: the last ones are reserved for peers that are about "
+                "to join. Ask again later; a use is free again if its peer does not come."
             )
-        self._asked[peer] = by
+        self._asked[peer] = invitation
 
-    def of(self, peers: Iterable[PeerId]) -> dict[PeerId, InvitedBy] | UnsetType:
+    def invitations_of(self, peers: Iterable[PeerId]) -> dict[PeerId, InvitedBy] | UnsetType:
         """Return these peers' invitations, without peers for which no use is left; unset if the run counts no uses."""
-        used = self._run.invitations
-        if isinstance(used, UnsetType):
+        uses = self._run.invitations
+        if isinstance(uses, UnsetType):
             return UNSET
         found: dict[PeerId, InvitedBy] = {}
         for peer in peers:
-            by = self._asked.get(peer)
+            invitation = self._asked.get(peer)
             if self._transport.permit_of(peer) is None:  # banned, or expired, while it waited
                 _log.warning("%s does not get in: its certificate permits nothing any more.", peer)
                 continue
-            if by is None or not has_room(used, peer, by):
+            if invitation is None or not has_room(uses, peer, invitation):
                 _log.warning("%s does not get in: no use of its invitation is left.", peer)
                 continue
-            found[peer] = by
-            used = used_after(used, {peer: by})
+            found[peer] = invitation
+            uses = used_after(uses, {peer: invitation})
         return found

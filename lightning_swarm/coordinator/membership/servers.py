@@ -187,7 +187,7 @@ class ServerMembership:
         self._forget_the_silent(caller)
         await self._invitations.forget_the_gone(caller)
         self._check_may_join(caller, request)
-        self._invitations.check(caller)
+        self._invitations.reserve(caller)
         stage_index = self._of_its_kind(caller, request, self._stage_for(caller, request.stage_index))
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)

@@ -288,7 +288,7 @@ class TrainerMembership:
             if request.generation is None:
                 await self._lease_expiry.give_up(self._step_state.open, caller, _ANEW)
         else:
-            self._invitations.check(caller)
+            self._invitations.reserve(caller)
             self._asked_s[caller] = now_s()
         trains = await self._changes.until(lambda: caller in self._run.trainers and self._epoch() is not None)
         epoch = self._epoch()

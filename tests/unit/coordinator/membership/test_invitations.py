@@ -96,7 +96,7 @@ async def step_on(swarm: Swarm, samples: Tensor, route: Sequence[PeerId]) -> Rec
 
 
 async def denied(joining: asyncio.Task[None]) -> None:
-    with pytest.raises(AccessDenied, match=r"that of \w has 1, and as many others came by it.*lightning-swarm invite"):
+    with pytest.raises(AccessDenied, match=r"all uses \(1\) of the invitation of \w are taken.*lightning-swarm invite"):
         await joining
 
 
@@ -171,7 +171,7 @@ def test_who_comes_for_the_first_time_comes_before_the_invitation_expires(make_s
     coordinator.generation.context.invitations._wall_s = lambda: at_s[0]
 
     async def go() -> None:
-        with pytest.raises(AccessDenied, match="comes before its invitation expires, and that of g has expired"):
+        with pytest.raises(AccessDenied, match="must join before its invitation expires: that of g has expired"):
             await entering(swarm, late)
         at_s[0] = expires_at_s - 1.0
 
@@ -259,7 +259,7 @@ def test_no_more_trainers_come_than_an_invitation_has_uses(make_swarm: MakeSwarm
         assert record.invited == {NEW: InvitedBy(number=OURS, uses=1)}
         new = await coming
         await denied(waits)
-        with pytest.raises(AccessDenied, match="that of newer has 1, and as many others came by it"):
+        with pytest.raises(AccessDenied, match=r"all uses \(1\) of the invitation of newer are taken"):
             await newer
         assert used(swarm) == [NEW]
         await run.step(run.lead, new)
