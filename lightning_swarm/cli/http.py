@@ -150,7 +150,7 @@ def _limits(arguments: argparse.Namespace) -> QueueLimits:
 
 
 def _named(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """Split texts of the form NAME=VALUE; raises a ConfigError for a name that is malformed or used twice."""
+    """Split texts of the form NAME=VALUE; raises a ConfigError for a malformed name."""
     found = [(name, value) if sign else ("", text) for text in texts for name, sign, value in [text.partition("=")]]
     for name, value in found:
         if name and not re.fullmatch(_NAME, name):

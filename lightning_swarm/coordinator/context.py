@@ -128,7 +128,7 @@ class ChangeNotifier:
             self._condition.notify_all()
 
     async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
-        """Wait until `reached`, as long as a caller may be held; return True if reached. Raises the failure, if any."""
+        """Wait until `reached`; return False if the generation or the time of a held call ended. Raises the failure."""
         # `reached` is checked at each change, and once after `look_again_s` seconds without a change.
         try:
             async with asyncio.timeout(self._hold_s):

@@ -205,11 +205,11 @@ class PeerModel:
         """Move the other stages' parameters to the meta device."""
         parameters = {stage.spec.index: dict(stage.named_stage_parameters()).values() for stage in stages}
         own = {id(parameter) for index in served for parameter in parameters[index]}
-        foreign = {id(parameter): parameter for others in parameters.values() for parameter in others}
+        every = {id(parameter): parameter for others in parameters.values() for parameter in others}
         self._replace(
             {
                 key: nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-                for key, parameter in foreign.items()
+                for key, parameter in every.items()
                 if key not in own
             }
         )

@@ -38,8 +38,8 @@ _STREAM: Final = "lightning_swarm.stream"
 _MAX_STREAMS: Final = {_CALL: 4, _STREAM: 96}
 _MAX_STREAMS_IN_ALL: Final = 2048
 # Open streams from peers without a certificate, where one is required, and how long such streams may stay.
-_STRANGER_STREAMS: Final = 2
-_STRANGERS_STREAMS: Final = 256  # members of a large run may return to a peer at once, each for a round trip
+_STREAMS_PER_STRANGER: Final = 2
+_STREAMS_OF_ALL_STRANGERS: Final = 256  # members of a large run may return to a peer at once, each for a round trip
 _STRANGER_S: Final = 10.0
 _FAREWELL_S: Final = 1.0  # delay before hanging up on a peer that is cut off, so that it receives its refusals
 _CONNECT_TIMEOUT_S: Final = 30.0
@@ -67,7 +67,7 @@ class HivemindTransport(BaseTransport):
         # Half of this process's file descriptors: this peer and the user's code need the rest.
         self._slots = StreamSlots(min(max_files() // 2, _MAX_STREAMS_IN_ALL))
         # Separate slots, so that strangers occupy none of the members' slots.
-        self._strangers = StreamSlots(min(max_files() // 8, _STRANGERS_STREAMS))
+        self._strangers = StreamSlots(min(max_files() // 8, _STREAMS_OF_ALL_STRANGERS))
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -219,7 +219,7 @@ class HivemindTransport(BaseTransport):
         owner = (caller, protocol)
         if self._gate is None or self._gate.is_certified(caller):
             return self._slots.open(owner, stream.close, at_most=_MAX_STREAMS.get(protocol, 0))
-        slot = self._strangers.open(owner, stream.close, at_most=_STRANGER_STREAMS)
+        slot = self._strangers.open(owner, stream.close, at_most=_STREAMS_PER_STRANGER)
         if slot is not None:
             asyncio.get_running_loop().call_later(_STRANGER_S, self._end_stranger, slot)
         return slot
