@@ -39,7 +39,7 @@ class Assignment:
     unit: Unit  # the audited server and its stage
     auditor: PeerId
     receipts: Sequence[Receipt]  # ordered as they were added
-    compare: bool = False  # the auditor's machine is of another kind, so numbers are compared, not digests
+    within_tolerance: bool = False  # the auditor's machine is of another kind, so numbers are compared, not digests
 
 
 @dataclass
@@ -155,7 +155,7 @@ class AuditOrders:
                     auditor=one.auditor,
                     place=index,  # among the work of its assignment
                 )
-                found[self._step.trainer_of(receipt[0]), one.compare, one.auditor].append(work)
+                found[self._step.trainer_of(receipt[0]), one.within_tolerance, one.auditor].append(work)
         return found
 
     async def _order_all(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:

@@ -68,6 +68,14 @@ lots = random.SystemRandom()  # unpredictable for servers; tests replace it
 class StepAudits(StepOversight):
     """Audits the sums and the means of one step."""
 
+    # Each closing runs `examine` on the units whose sums are new, in these phases:
+    # 1. fetch sketches of all sums; convict servers with a sum but no claims, and screen for suspects
+    # 2. compare the servers' claims with each other and with the results that trainers received
+    # 3. draw further units; audit these, the suspects and the contested ones (`_audit`, and `_decide` for a dispute)
+    # 4. audit more units if a server was convicted, or if a suspect was cleared
+    # 5. repeat audits by auditors that were convicted meanwhile
+    # 6. settle the disagreements, and record what passed if the verdict is clean
+
     examines = True
 
     def __init__(
@@ -197,16 +205,17 @@ class StepAudits(StepOversight):
             for receipt, claim in claims.items() if unit.stage_index in (0, last) else ():
                 ends: list[tuple[Direction, bytes]] = [("forward", claim.output)] if unit.stage_index == last else []
                 ends += [("backward", claim.input_gradient)] if unit.stage_index == 0 else []
-                for direction, said in ends:
-                    server, digest = results.given.get((direction, receipt), (unit.peer, said))
-                    if digest != said and receipt not in disagreements:
+                for direction, claimed in ends:
+                    server, digest = results.given.get((direction, receipt), (unit.peer, claimed))
+                    if digest != claimed and receipt not in disagreements:
                         contested.add(unit)
                         # A server that failed may have sent a false input to the server of the result.
-                        for giver in results.replaced.get(receipt, {Unit(unit.stage_index, server)}):
-                            batches[giver].add(receipt[0])
-        for giver, firsts in batches.items():
-            if giver.peer != self._own:
-                self._contest(giver, firsts, step, verdict)
+                        only_sender = {Unit(unit.stage_index, server)}
+                        for sender in results.replaced.get(receipt, only_sender):
+                            batches[sender].add(receipt[0])
+        for sender, firsts in batches.items():
+            if sender.peer != self._own:
+                self._contest(sender, firsts, step, verdict)
         return contested
 
     def _contest(self, unit: Unit, firsts: set[int], step: ExaminedStep, verdict: Verdict) -> None:
@@ -214,7 +223,7 @@ class StepAudits(StepOversight):
         verdict.tainted |= firsts
         verdict.avoided.add(unit.peer)
         self._standing.passed.pop(unit.peer, None)
-        reason = f"it gave something else of {len(firsts)} batches than is claimed"
+        reason = f"its results of {len(firsts)} batches differ from the claims"
         self._contested[unit.peer] += 1  # even between two kinds of machines: claims are of the values that were sent
         # A stage's only server is not excluded, because the run needs it.
         if self._contested[unit.peer] > _MAX_CONTESTED and unit in step.claims and step.auditors_of(unit, ()):
@@ -289,13 +298,13 @@ class StepAudits(StepOversight):
         return found
 
     def _assignment(self, step: ExaminedStep, unit: Unit, auditor: PeerId) -> Assignment:
-        return Assignment(unit, auditor, list(step.claims[unit]), compare=step.differ(unit.peer, auditor))
+        return Assignment(unit, auditor, list(step.claims[unit]), within_tolerance=step.differ(unit.peer, auditor))
 
     def _compare(self, step: ExaminedStep, one: Assignment, results: AuditResults) -> WorkComparison:
         its, sum_sketch = results.found.get((one.unit, one.auditor)), results.sums.get(one.unit)
         if its is None or sum_sketch is None:
             return WorkComparison(is_whole=False)
-        tolerance = self._tolerance(one.unit, its) if one.compare else None
+        tolerance = self._tolerance(one.unit, its) if one.within_tolerance else None
         return compare(step.claimed_work(one.unit), its, sum_sketch, tolerance=tolerance)
 
     def _tolerance(self, unit: Unit, found: AuditResult) -> WorkTolerance:
@@ -320,33 +329,37 @@ class StepAudits(StepOversight):
     ) -> bool:
         """Repeat the audit on the coordinator's own server, and convict on false claims; return whether they hold."""
         # Repeat it even if the auditor did nothing or reported a refusal, which could cover an accomplice.
-        unit, by_other, own, again = one.unit, one.auditor != self._own, one, results
-        if by_other:
-            own, again = await self._audit_itself(step, unit, verdict)
-        mine = self._compare(step, own, again)
+        unit, is_accusation = one.unit, one.auditor != self._own
+        own_assignment, own_results = one, results
+        if is_accusation:
+            own_assignment, own_results = await self._audit_itself(step, unit, verdict)
+        own_comparison = self._compare(step, own_assignment, own_results)
         # No server is convicted for bits that the coordinator's own machine cannot repeat.
-        if not own.compare and mine.rests_on_bits and not await self._repeats(step, own, again):
-            by_other, (own, again) = False, await self._audit_itself(step, unit, verdict)
-            mine = self._compare(step, own, again)
-        if unit.peer in verdict.failed or not self._apply_own_finding(step, unit, mine, verdict):
+        is_by_bits = not own_assignment.within_tolerance and own_comparison.rests_on_bits
+        if is_by_bits and not await self._repeats(step, own_assignment, own_results):
+            is_accusation = False
+            own_assignment, own_results = await self._audit_itself(step, unit, verdict)
+            own_comparison = self._compare(step, own_assignment, own_results)
+        if unit.peer in verdict.failed or not self._apply_own_finding(step, unit, own_comparison, verdict):
             return False
-        # An accusation about bits is void once machines of this kind are known not to repeat them.
-        if by_other and one.compare == step.differ(unit.peer, one.auditor):
-            await self._resolve_accusation(step, one, results, comparison, own, again, verdict)
+        # An accusation about bits is void once machines of this kind are known not to repeat them, even by another
+        # audit of this step: `differ` then no longer returns the value with which the work was assigned.
+        if is_accusation and one.within_tolerance == step.differ(unit.peer, one.auditor):
+            await self._resolve_accusation(step, one, results, comparison, own_assignment, own_results, verdict)
         return unit.peer not in verdict.convicted
 
     async def _audit_itself(self, step: ExaminedStep, unit: Unit, verdict: Verdict) -> tuple[Assignment, AuditResults]:
-        own = self._assignment(step, unit, self._own)
-        again = await self._audits.audit([own], step.round)
-        self._take(again, verdict)
-        return own, again
+        own_assignment = self._assignment(step, unit, self._own)
+        own_results = await self._audits.audit([own_assignment], step.round)
+        self._take(own_results, verdict)
+        return own_assignment, own_results
 
-    async def _repeats(self, step: ExaminedStep, own: Assignment, again: AuditResults) -> bool:
+    async def _repeats(self, step: ExaminedStep, own_assignment: Assignment, own_results: AuditResults) -> bool:
         """Return whether the coordinator's server repeats its bits; if not, record its kind as unrepeatable."""
-        about, said = (own.unit, self._own), step.claimed_work(own.unit)
-        second = await self._audits.audit([own], step.round)
-        pair = [results.found.get(about) for results in (again, second)]
-        found = [one for one in pair if one is not None and said.has_claimed_inputs(one)]
+        about, claimed = (own_assignment.unit, self._own), step.claimed_work(own_assignment.unit)
+        second_results = await self._audits.audit([own_assignment], step.round)
+        pair = [results.found.get(about) for results in (own_results, second_results)]
+        found = [one for one in pair if one is not None and claimed.has_claimed_inputs(one)]
         if len(found) < 2 or len({(one.sum_digest, frozenset(one.claims.items())) for one in found}) == 1:
             return True
         kind = step.arithmetic.get(self._own, "")
@@ -360,25 +373,28 @@ class StepAudits(StepOversight):
         one: Assignment,
         results: AuditResults,
         comparison: WorkComparison,
-        own: Assignment,
-        again: AuditResults,
+        own_assignment: Assignment,
+        own_results: AuditResults,
         verdict: Verdict,
     ) -> None:
         """Decide on an auditor's accusation of a server that the coordinator's own server has cleared."""
         # Use the seed of the first audit, so that the audited server is not asked again, and cannot answer differently.
         unit, about = one.unit, (one.unit, self._own)
-        found = (await self._audits.ask_findings(again.order_id, [about], results.seed))[0].get(about)
+        found = (await self._audits.ask_findings(own_results.order_id, [about], results.seed))[0].get(about)
         its, sum_sketch = results.found.get((unit, one.auditor)), results.sums.get(unit)
         if found is None or its is None or sum_sketch is None:
             return
-        tolerance, kinds = self._tolerance(unit, found), Kinds(auditor=not one.compare, referee=not own.compare)
+        tolerance = self._tolerance(unit, found)
+        kinds = Kinds(auditor=not one.within_tolerance, referee=not own_assignment.within_tolerance)
         if not sum_sketch.agrees(found.projection, tolerance=tolerance.sum):
             self._convict(unit, _FALSE_SUM, verdict, step)
         elif comparison.wrong:
             shown = resolve_accusation(
                 step.claimed_work(unit), sum_sketch, its, found, tolerance=tolerance, kinds=kinds
             )
-            if not all(kinds) or shown is Accusation.UNPROVEN or await self._repeats(step, own, again):
+            # Bits count as proof only if the coordinator's own machine repeats them.
+            is_proof_by_bits = all(kinds) and shown is not Accusation.UNPROVEN
+            if not is_proof_by_bits or await self._repeats(step, own_assignment, own_results):
                 self._follow_accusation(one, shown, verdict)
 
     def _follow_accusation(self, one: Assignment, shown: Accusation, verdict: Verdict) -> None:
@@ -397,7 +413,7 @@ class StepAudits(StepOversight):
                 verdict.convicted[accuser] = f"{said}; the {number}th step in which it accused falsely"
         else:
             self._disputes[_pair(unit, accuser)] += 1
-            self._dispute(unit, f"{accuser} found other results, or was given something else, and {self._own} did not")
+            self._dispute(unit, f"{accuser} got other results or other inputs, and {self._own} did not")
 
     def _apply_own_finding(self, step: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
         """Apply the coordinator's own findings on a server's work; return whether its claims are true."""
