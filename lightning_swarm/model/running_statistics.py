@@ -31,16 +31,16 @@ class BatchStatistics:
 class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
-    They, and the batch statistics of a microbatch, are float64 vectors. A vector has the number of uses of each norm,
-    the means of all channels, their variances, and each norm's momentum, or -1. A trainer may change momenta during the
-    run.
+    They, and the batch statistics of a microbatch, are float64 vectors with this layout, for n norms of c channels in
+    total: ``[uses (n) | means (c) | variances (c) | momenta (n)]``. The momentum of a norm without one is -1. Momenta
+    are in the vector because a trainer may change them during the run.
     """
 
     def __init__(self, stage: StageModule) -> None:
         norms = [norm for norm in stage.counted_modules() if isinstance(norm, _BatchNorm)]
         self.norms = [norm for norm in norms if isinstance(norm.running_mean, Tensor)]  # norms that have statistics
         self._sizes = [_mean(norm).numel() for norm in self.norms]
-        self._seen: dict[int, dict[Receipt, Tensor]] = {}  # step -> microbatch -> batch statistics
+        self._by_step: dict[int, dict[Receipt, Tensor]] = {}  # step -> microbatch -> batch statistics
         self.length = 2 * len(self.norms) + 2 * sum(self._sizes)
 
     def __bool__(self) -> bool:
@@ -52,11 +52,11 @@ class RunningStatistics:
         return [buffer for norm in self.norms for buffer in norm.buffers(recurse=False)]
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[BatchStatistics]:
+    def unchanged(self) -> Iterator[BatchStatistics]:
         """Keep running statistics unchanged inside; afterwards the yielded object has the batch statistics."""
-        seen, norms = BatchStatistics(), [norm for norm in self.norms if norm.training]
+        result, norms = BatchStatistics(), [norm for norm in self.norms if norm.training]
         if not norms:
-            yield seen
+            yield result
             return
         own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
         momenta = [norm.momentum for norm in norms]
@@ -65,8 +65,8 @@ class RunningStatistics:
         for norm in norms:
             norm.momentum = 1.0  # buffers then get the batch statistics themselves
         try:
-            yield seen
-            found = self._read(seen=True)
+            yield result
+            found = self._read(only_training=True)
         finally:
             for buffer, data in own:
                 buffer.data = data
@@ -74,7 +74,7 @@ class RunningStatistics:
                 norm.momentum = momentum
         num = len(self.norms)
         found[-num:] = found.new_tensor([_momentum(norm) for norm in self.norms])
-        seen.values = found
+        result.values = found
         if any(count > 1 for count in found[:num].tolist()):
             raise ConfigError(
                 "a `BatchNorm` in a block must be used once for each sample, got one that is used several times in one "
@@ -85,15 +85,15 @@ class RunningStatistics:
     def watched(self) -> Iterator[BatchStatistics]:
         """Inside, let norms update their running statistics; afterwards the yielded object has the batch statistics.
 
-        A norm may be used several times, one after the other.
+        This is for norms around the pipeline, which may be used several times, one after the other.
         """
         # Computed from the buffers, because a compiled module may not run hooks.
-        seen = BatchStatistics()
+        result = BatchStatistics()
         if not self.norms:
-            yield seen
+            yield result
             return
         before = self._read()
-        yield seen
+        yield result
         after, num = self._read(), len(self.norms)
         uses, momenta = after[:num] - before[:num], after[-num:]
         if not uses.any():
@@ -104,11 +104,11 @@ class RunningStatistics:
                 "`num_batches_tracked` was set back there. Leave out `reset_running_stats()`."
             )
         # The share of a norm's old statistics in its new ones. Without a momentum, statistics are means over all uses.
-        kept = torch.where(momenta < 0.0, before[:num] / after[:num].clamp(min=1.0), (1.0 - momenta) ** uses)
-        owners = self._owners.to(kept.device)
-        old, new = kept[owners], (1.0 - kept)[owners]
+        old_share = torch.where(momenta < 0.0, before[:num] / after[:num].clamp(min=1.0), (1.0 - momenta) ** uses)
+        owners = self._owners.to(old_share.device)
+        old, new = old_share[owners], (1.0 - old_share)[owners]
         found = (after[num:-num] - old * before[num:-num]) / torch.where(new > 0.0, new, 1.0)
-        seen.values = torch.cat([uses, torch.where(new > 0.0, found, 0.0), momenta])
+        result.values = torch.cat([uses, torch.where(new > 0.0, found, 0.0), momenta])
 
     @property
     def _owners(self) -> Tensor:
@@ -118,31 +118,32 @@ class RunningStatistics:
     def add(self, key: CallKey, values: Tensor | None) -> None:
         """Keep the batch statistics of a microbatch whose gradient was added."""
         if values is not None:
-            self._seen.setdefault(key.step, {})[key.receipt] = values
+            self._by_step.setdefault(key.step, {})[key.receipt] = values
 
-    def seen(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
+    def batch_statistics_of(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
         """Return the batch statistics that this server has of microbatches that count in a step."""
-        here = self._seen.get(step, {})
+        here = self._by_step.get(step, {})
         return {receipt: here[receipt] for receipt in sorted(counted) if receipt in here}
 
-    def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
+    def merged(self, batches: Mapping[Receipt, Tensor]) -> Tensor:
         """Return the running statistics ``[length]`` after these batch statistics, in the order of one machine."""
         state = self._read()
-        num, numbers = len(self.norms), self.length - len(self.norms)
+        num_norms, end = len(self.norms), self.length - len(self.norms)  # `end` of the variances
         owners = self._owners.to(state.device)
-        for _, values in sorted(seen.items(), key=lambda item: _order(item[0])):
-            values, fixed = values.to(state).split([numbers, num])  # noqa: PLW2901
-            state[:num] += values[:num]
-            # The share of the batch statistics in each norm's new statistics; `fixed` are the norms' momenta.
-            counted = torch.where(
-                fixed < 0.0, values[:num] / state[:num].clamp(min=1.0), 1.0 - _powers(1.0 - fixed, values[:num])
+        for _, values in sorted(batches.items(), key=lambda item: _order(item[0])):
+            values, momenta = values.to(state).split([end, num_norms])  # noqa: PLW2901
+            uses = values[:num_norms]
+            state[:num_norms] += uses
+            # The share of the batch statistics in each norm's new statistics.
+            new_share = torch.where(
+                momenta < 0.0, uses / state[:num_norms].clamp(min=1.0), 1.0 - _powers(1.0 - momenta, uses)
             )
-            factor = counted[owners]
-            state[num:numbers] = (1.0 - factor) * state[num:numbers] + factor * values[num:]
+            factor = new_share[owners]
+            state[num_norms:end] = (1.0 - factor) * state[num_norms:end] + factor * values[num_norms:]
         return state
 
-    def enter(self, state: Tensor, step: int) -> None:
-        """Set the norms' running statistics to a result of `after`, and drop the batch statistics until this step."""
+    def set(self, state: Tensor, step: int) -> None:
+        """Set the norms' running statistics to a result of `merged`, and drop the batch statistics until this step."""
         num = len(self.norms)
         parts = state[num : self.length - num].split(self._sizes * 2)
         for norm, count, mean, var in zip(self.norms, state[:num], parts[:num], parts[num:], strict=True):
@@ -152,19 +153,19 @@ class RunningStatistics:
             norm.running_var.data.copy_(var)
             if norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.data.copy_(count)
-        self._seen = {later: seen for later, seen in self._seen.items() if later > step}
+        self._by_step = {later: batches for later, batches in self._by_step.items() if later > step}
 
     def clear(self) -> None:
         """Drop all batch statistics, because the run rolls back."""
-        self._seen = {}
+        self._by_step = {}
 
-    def _read(self, *, seen: bool = False) -> Tensor:
-        """Return the norms' buffers as a vector; with `seen`, zeros for norms in eval mode."""
+    def _read(self, *, only_training: bool = False) -> Tensor:
+        """Return the norms' buffers as a vector; with `only_training`, zeros for norms in eval mode."""
         means = [_mean(norm) for norm in self.norms]
         variances = [norm.running_var for norm in self.norms if norm.running_var is not None]
         uncounted = means[0].new_zeros(())
         counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self.norms]
-        off = [seen and not norm.training for norm in self.norms] * 3
+        off = [only_training and not norm.training for norm in self.norms] * 3
         parts = zip((*counts, *means, *variances), off, strict=True)
         found = [
             (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts

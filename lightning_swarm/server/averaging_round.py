@@ -277,7 +277,7 @@ class AveragingRounds:
         )
 
     def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
-        return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)
+        return stage.statistics.batch_statistics_of(closing.step, self._sums.ledgers[stage.index].held)
 
     async def _with_statistics(
         self, stage: Stage, closing: Closing, group: Group, rank: int | None, mean: Tensor
@@ -287,7 +287,7 @@ class AveragingRounds:
             return mean
         own = self._seen(closing, stage) if rank is not None else {}
         every = await collect_statistics(own, stage.statistics.length, group, rank)
-        after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
+        after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.merged(every)))
         return after
 
     def _tied(

@@ -297,7 +297,7 @@ class Computation:
         parameters = _registered([module._parameters for module in self._modules])
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
-        with self._statistics.kept() as seen:
+        with self._statistics.unchanged() as seen:
             yield seen
         if versions != [parameter._version for parameter in parameters]:
             names = [name for name, _ in self._module.named_stage_parameters()]

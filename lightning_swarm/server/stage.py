@@ -336,7 +336,7 @@ class Stage:
         self.check_applies(record)
         mean_gradient, statistics = self._apart(mean_gradient)
         if statistics is not None and bool(statistics.isfinite().all()):
-            self.statistics.enter(statistics, record.step)
+            self.statistics.set(statistics, record.step)
         applies = record.outcome == "apply"
         own, names = self.parameters, self.trainable_names
         stepped = {name: other for other in before for name in names if other.parameters.get(name) is own[name]}
