@@ -3,8 +3,8 @@
 A forward (`_forward`) decodes its inputs, runs the blocks, and detaches the outputs; `SavedGraph` has what its backward
 needs. Blocks run as they would on one machine (`_watched`): in the trainer's modes, with random draws keyed by the
 call, and with the hooks of the whole model's modules. So values that they leave on modules and writes into their
-arguments travel with the output, and other effects, which only one replica would have, are refused (`_seeing`). A
-backward differentiates the graph, and computes it again if it was dropped.
+arguments travel with the output, and other effects, which only one replica would have, are refused
+(`_guarding_buffers`). A backward differentiates the graph, and computes it again if it was dropped.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Computation:
         """Run the blocks; return the output, still on its device, and the values left on modules, here or before."""
         mode = call.mode
         inputs, left = part_inputs(call.inputs)
-        names_in_input = left.take_aliases()
+        names_in_input = left.take_aliases()  # see `_collect_left`
         structure, tensors = serialization.flatten(
             decoded((inputs, left.differentiable), self._codecs.activations, self._device)
         )
@@ -153,12 +153,7 @@ class Computation:
         if self._watch.has_new_changes(run.changes):
             second = run_blocks(closely=True)  # a second run shows which changes repeat
             self._watch.learn(run.changes, second.changes, same_output=same_trees(run.output, second.output))
-        left.differentiable = run.earlier_values
-        self._watch.take(run.changes, left)
-        for name, calls in run.observed.items():
-            left.add(name, OBSERVED, calls)
-        self._take_written(run.written, left, names_in_input)
-        left.note_aliases(run.output, run.arguments.visible(names_in_input, is_first=self._module.spec.index == 0))
+        self._collect_left(run, left, names_in_input)
         structure, outputs = serialization.flatten((run.output, left.differentiable))
         output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
         result = ForwardResult(
@@ -168,6 +163,17 @@ class Computation:
             graph_bytes=run.graph_bytes,
         )
         return result, Left(differentiable, left.others, left.refused)
+
+    def _collect_left(self, run: _BlockRun, left: Left, names_in_input: Mapping[int, Sequence[str]]) -> None:
+        """Add the values that a run left on modules to those of earlier stages."""
+        left.differentiable = run.earlier_values
+        self._watch.take(run.changes, left)
+        for name, calls in run.observed.items():
+            left.add(name, OBSERVED, calls)
+        self._take_written(run.written, left, names_in_input)
+        # Aliases are values that share memory with a tensor of the output, such as `self.last = out` on a module. If
+        # the next stage wrote into its input, they would change on one machine, but not here. So it gets their names.
+        left.note_aliases(run.output, run.arguments.visible(names_in_input, is_first=self._module.spec.index == 0))
 
     def _watched(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
@@ -179,7 +185,7 @@ class Computation:
         kind = ("forward", mode.training, frozenset(states))
         with self._states.entered(mode):
             before = self._watch.snapshot(closely=closely)
-            with self._seeing(mode) as seen, modes.enter_modes(mode, self._device.type):
+            with self._guarding_buffers(mode) as seen, modes.enter_modes(mode, self._device.type):
                 found, has_drawn = self._random.run(kind, call.seed, compute)
             changes = self._watch.changes(before)
         return _BlockRun(*found, has_drawn, seen.values, changes)
@@ -190,6 +196,7 @@ class Computation:
         """Add the blocks' writes into arguments to `left`; refuse writes into tensors shared with other machines."""
         for argument, found in written.items():
             if argument != POSITIONAL or self._module.spec.index == 0:
+                # The write travels like a value on a module. Any module serves, but a boundary layer has no name.
                 left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, found)
             elif names := [name for index in written_indices(found) for name in names_in_input.get(index, ())]:
                 raise ConfigError(
@@ -214,18 +221,18 @@ class Computation:
         watch = CallWatch(inputs, keywords)
         module = self._module.uncompiled if call.is_probe else self._module
         run = partial(module, inputs, keywords)
-        own_leaves = leaves[: len(watch.tensors[POSITIONAL])]
+        input_leaves = leaves[: len(watch.tensors[POSITIONAL])]
         with recording(self._named_modules, hooks_at_trainer, self._module.spec.index) as observed:
             if mode.grad and self.costs is None:
-                own = [parameter for _, parameter in self._module.named_stage_parameters()]
-                output, self.costs = measured(run, own, own_leaves, shared)
+                parameters = [parameter for _, parameter in self._module.named_stage_parameters()]
+                output, self.costs = measured(run, parameters, input_leaves, shared)
             else:
                 output = run()
-        num_rows = max((leaf.shape[0] for leaf in own_leaves if leaf.dim()), default=1)
+        num_rows = max((leaf.shape[0] for leaf in input_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
         sent = {name: serialization.flatten(extras[name])[1] for name in arguments_in(extras)}
         if self._module.spec.index == 0:  # other stages own their inputs alone, so writes into them need no return
-            sent[POSITIONAL] = list(own_leaves)
+            sent[POSITIONAL] = list(input_leaves)
         written = watch.written(sent, closely=closely)
         self._check_read_later(written, one_by_one=CALLS in extras)
         return output, earlier_values, observed, watch, written, graph_bytes
@@ -248,22 +255,24 @@ class Computation:
         check_gradients(graph.outputs, received)
         compute = partial(self._differentiate, received)
         # Discard the statistics of blocks that a backward recomputes, because the forward recorded them.
-        with self._states.entered(mode, backward=True), self._seeing(mode), modes.enter_backward_modes(mode):
+        with self._states.entered(mode, backward=True), self._guarding_buffers(mode), modes.enter_backward_modes(mode):
             before = self._watch.snapshot()
             # A block that recomputes itself (`torch.utils.checkpoint`) draws in a backward. Unless it has
             # `checkpoint_contexts`, `KeyedRandom.next_key` then raises `ConfigError`. Such a block restores torch's
             # generators afterwards, so only the mode sees its draws.
             if graph.has_drawn:
                 with KeyedRandom(0):
-                    found, own = compute(graph)
+                    found, own_gradients = compute(graph)
             else:
                 # A block that drew nothing in the forward draws nothing when it is recomputed. So the mode may be left
                 # out, if it saw no draw in an earlier backward. If torch's generators move all the same, the backward
                 # runs again in the mode. The first run has freed the graph, so the forward is computed again, too.
                 with_new_graph = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
-                found, own = self._random.run("backward", 0, partial(compute, graph), with_new_graph)[0]
+                (found, own_gradients), _ = self._random.run(
+                    kind="backward", seed=0, compute=partial(compute, graph), anew=with_new_graph
+                )
             self._watch.undo(self._watch.changes(before))  # changes by blocks that the backward recomputed
-        return to_send(encoded(found, self._codecs.gradients), self._device), own
+        return to_send(encoded(found, self._codecs.gradients), self._device), own_gradients
 
     def _differentiate(
         self, gradients: Sequence[Tensor | None], graph: SavedGraph
@@ -287,13 +296,13 @@ class Computation:
         return input_gradients, list(found[: len(self.trainable)])
 
     @contextlib.contextmanager
-    def _seeing(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
+    def _guarding_buffers(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
         """Record batch norm statistics; raise `ConfigError` if a forward changes other buffers or parameters."""
         if not mode.training:  # no module of the stage is in train mode
             yield BatchStatistics()
             return
-        own = set(map(id, self._statistics.buffers))
-        others = self._buffers_but(own)  # keeps the buffers alive, so that their ids stay unique
+        statistics_ids = set(map(id, self._statistics.buffers))
+        others = self._buffers_but(statistics_ids)  # keeps the buffers alive, so that their ids stay unique
         parameters = _registered([module._parameters for module in self._modules])
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
@@ -306,23 +315,26 @@ class Computation:
                 f"peers of a stage would come to differ: one of {names[:5]} was written. Leave `max_norm` out, and "
                 "renormalise in `on_train_batch_end`."
             )
-        if before != [(id(buffer), buffer._version) for buffer in self._buffers_but(own)]:
+        if before != [(id(buffer), buffer._version) for buffer in self._buffers_but(statistics_ids)]:
             names = [
                 f"{name}.{key}"
                 for name, module in self._named_modules.items()
                 for key, buffer in module._buffers.items()
-                if buffer is not None and id(buffer) not in own and (id(buffer), buffer._version) not in before
+                if buffer is not None
+                and id(buffer) not in statistics_ids
+                and (id(buffer), buffer._version) not in before
             ]
             raise ConfigError(
                 "blocks may change nothing but their output, for peers of a stage would come to differ: a forward of "
-                f"stage {self._module.spec.index} changed the buffers {few(names)}. Keep queues, running statistics, "
-                "codebooks in training_step, or write them in a hook like `on_train_batch_end`; BatchNorm's are kept."
+                f"stage {self._module.spec.index} changed the buffers {few(names)}. Update queues, running statistics "
+                "and codebooks in `training_step`, or in a hook like `on_train_batch_end`. Only BatchNorm's "
+                "buffers may change."
             )
 
-    def _buffers_but(self, own: Container[int]) -> list[Tensor]:
-        """Return all buffers whose ids are not in `own`."""
+    def _buffers_but(self, ids: Container[int]) -> list[Tensor]:
+        """Return all buffers whose ids are not in `ids`."""
         return [
-            buffer for buffer in _registered([module._buffers for module in self._modules]) if id(buffer) not in own
+            buffer for buffer in _registered([module._buffers for module in self._modules]) if id(buffer) not in ids
         ]
 
 
