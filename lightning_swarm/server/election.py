@@ -59,17 +59,17 @@ class Leadership:
         self._run: RunState | None = None  # the run that this server follows; None until it does
         self._tasks = TaskOwner()  # tasks of the run
         self._changed = asyncio.Event()
-        self._leads = False  # true once a majority promised, before `coordinator` is set
+        self._has_majority = False  # true once a majority promised, before `coordinator` is set
         self._electing = asyncio.Lock()
         self._highest_number = 0  # highest number of a term that was used up here, or prevented a majority
         self._missed = NO_TERM  # the term whose coordinator does not answer this server
         self._successor: PeerId | None = None  # the server that this coordinator, as it leaves, asks to take over
-        self._waits_until_s = 0.0  # see `follow`
+        self._waits_until_s = 0.0  # until then, the coordinator of a new run may be absent; on the loop's clock
         self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
         self.coordinator: Coordinator | None = None  # set while this server coordinates
         self.left_out_because = ""  # how the weights here differ, if the newest record excludes this server
         self.behind = asyncio.Event()  # a record could not be fetched: it may have left this server out
-        LEAD.serve(transport, self._handle_lead)
+        LEAD.serve(transport, self._handle_term)
         WATCH.serve(transport, self._handle_watch)
         PULL.serve(transport, self._handle_pull)
         TAKE_OVER.serve(transport, self._handle_take_over)
@@ -136,20 +136,22 @@ class Leadership:
 
     # ------------------------------------------------------------------ calls of other servers
 
-    async def _handle_lead(self, caller: PeerId, leading: CoordinatorTerm) -> CoordinatorTerm:
+    async def _handle_term(self, caller: PeerId, announced: CoordinatorTerm) -> CoordinatorTerm:
         """Follow another server that reports promises of a majority, once the voters confirm them."""
         run = self._membership.running
-        if caller != leading.term[1] or caller not in run.servers:
-            raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
-        run.electorate.check_decides(caller, "coordinate")
-        run.check_generation(leading.generation)
-        if leading.term < run.term:
-            raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {leading.term}")
-        await self._follow_promised(run, [leading.term])
-        if run.term < leading.term:
+        if caller != announced.term[1] or caller not in run.servers:
             raise ProtocolError(
-                f"a term is followed if a majority of the voters promised it; those that answer here promised "
-                f"{leading.term} not so often. Stand for election first, when the coordinator is gone."
+                f"a run is coordinated by one of its servers, under its own term, got {announced.term} from {caller}"
+            )
+        run.electorate.check_decides(caller, "coordinate")
+        run.check_generation(announced.generation)
+        if announced.term < run.term:
+            raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {announced.term}")
+        await self._follow_promised(run, [announced.term])
+        if run.term < announced.term:
+            raise ProtocolError(
+                f"a term is followed if a majority of the voters promised it; too few of the voters that answered have "
+                f"promised {announced.term}. Stand for election first, when the coordinator is gone."
             )
         return CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version)
 
@@ -169,10 +171,13 @@ class Leadership:
         """Follow the highest of these terms that a majority of the voters promised, if it is above the known term."""
 
         def agrees(term: Term) -> bool:
-            # A voter that misses the coordinator agrees to a term that other voters promised already.
-            may_promise = self._missed == run.term or (run.coordinator == self._me.peer_id and not self._leads)
-            is_next = self.voter.term < term and term[0] <= self.voter.highest_number
-            return term == self.voter.term or (may_promise and is_next)
+            if term == self.voter.term:  # this voter promised it
+                return True
+            # It also agrees to a term that other voters promised already, if the known coordinator is gone: it does not
+            # answer, or it is this server itself, which does not coordinate (any more).
+            has_stepped_down = run.coordinator == self._me.peer_id and not self._has_majority
+            misses_coordinator = self._missed == run.term or has_stepped_down
+            return misses_coordinator and self.voter.term < term and term[0] <= self.voter.highest_number
 
         term = await find_promised(self._transport, run, terms, timeout=self._limits.silence_timeout, own=agrees)
         if term is not None:
@@ -188,7 +193,7 @@ class Leadership:
         self._notify()
 
     async def _step_down(self) -> None:
-        self._leads = False
+        self._has_majority = False
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is not None:
             self._role.retire()
@@ -203,12 +208,12 @@ class Leadership:
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
-                while self._leads and run.term == request.term and run.version <= request.version:
+                while self._has_majority and run.term == request.term and run.version <= request.version:
                     await self._changed.wait()
         return WatchReply(
             term=run.term,
             version=run.version,
-            coordinates=self._leads,
+            coordinates=self._has_majority,
             promised=max(run.term, self.voter.term),
             successor=self._successor,
         )
@@ -216,7 +221,7 @@ class Leadership:
     async def _may_succeed(self, candidate: PeerId) -> bool:
         """Return whether this voter may promise anything to a candidate: the coordinator is gone, or hands over."""
         run = self._membership.running
-        if self._leads:
+        if self._has_majority:
             return self._successor == candidate
         if self._missed == run.term or run.coordinator == self._me.peer_id:
             return True
@@ -374,9 +379,9 @@ class Leadership:
     async def _take_over(self, run: RunState, reason: str) -> None:
         async with self._electing:
             if self.coordinator is None:
-                await self._try_to_lead(run, reason)
+                await self._try_to_coordinate(run, reason)
 
-    async def _try_to_lead(self, run: RunState, reason: str) -> None:
+    async def _try_to_coordinate(self, run: RunState, reason: str) -> None:
         """Under a new term: get promises, finish records that earlier terms began, then coordinate the open step."""
         before = run.coordinator
         number = max(self._highest_number, run.term[0]) + 1
@@ -388,20 +393,20 @@ class Leadership:
                 async with asyncio.timeout(timeout):
                     accepted = await proposer.prepare()
                 self._highest_number = number  # the term is used up now
-                await self._lead(run, term, accepted)
+                await self._announce_term(run, term, accepted)
                 if accepted is None:  # no earlier record is left to finish
                     break
                 async with asyncio.timeout(timeout):
                     await proposer.decide(accepted)
                 await self._apply_everywhere(run, accepted)
         except (TimeoutError, SwarmError) as error:
-            why = str(error) or "no majority of the voters let it in time"
+            why = str(error) or "no majority of the voters promised in time"
             _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
             # The number grows by small steps, even if a voter reports a high number, and stays within this voter's own
             # limit: see `Voter`.
-            in_the_way = min(proposer.number_in_the_way, self.voter.highest_number - 1)
-            self._highest_number = max(self._highest_number, in_the_way)
-            self._leads = False
+            blocking_number = min(proposer.number_in_the_way, self.voter.highest_number - 1)
+            self._highest_number = max(self._highest_number, blocking_number)
+            self._has_majority = False
             return
         state = await gather_step_state(
             self._transport,
@@ -431,29 +436,29 @@ class Leadership:
     async def _coordinate(self, run: RunState, proposer: Proposer, state: StepState) -> None:
         """Begin to coordinate, with the state of the open step."""
 
-        def step_aside() -> asyncio.Task[None]:
+        def hand_over() -> asyncio.Task[None]:
             return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
 
         self._oversight = oversight_of(run.manifest.settings, self._oversight)
         context = CoordinatorContext(
-            self._role, run, proposer, state, self._limits, self._events, step_aside, self._oversight
+            self._role, run, proposer, state, self._limits, self._events, hand_over, self._oversight
         )
         coordinator = Coordinator(context, on_deposed=self._notify)
         await coordinator.generation.start()
-        self.coordinator, self._leads = coordinator, True
+        self.coordinator, self._has_majority = coordinator, True
         self._notify()
         if run.term != proposer.term:  # a higher term came before `coordinator` was set
             await self._step_down()
 
-    async def _lead(self, run: RunState, term: Term, accepted: Record | None) -> None:
+    async def _announce_term(self, run: RunState, term: Term, accepted: Record | None) -> None:
         """Adopt the new term here, then announce it to all servers. A server that misses it learns it from another."""
         await self._follow_term(run, term)
-        self._leads = True
+        self._has_majority = True
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
-        leading = CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version)
+        announced = CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version)
 
         async def announce(peer: PeerId) -> None:
-            answer = await LEAD.ask(self._transport, peer, leading, timeout=self._limits.silence_timeout)
+            answer = await LEAD.ask(self._transport, peer, announced, timeout=self._limits.silence_timeout)
             if run.newest is not None and answer.version == run.newest.step:
                 # The peer missed the newest record.
                 await APPLY.ask(self._transport, peer, run.newest, timeout=self._limits.call_timeout)
