@@ -15,29 +15,7 @@ from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochP
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, SmallCount, WireMessage, decode
 
-
-def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """Combine logged values by name, as if one process had logged them all."""
-    folded: dict[str, LoggedValue] = {}
-    for value in logs:
-        other = folded.get(value.name)
-        folded[value.name] = value if other is None else _combine(other, value)
-    return list(folded.values())
-
-
-def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
-    batch_size = min(one.batch_size + other.batch_size, MAX_WEIGHT)
-    if one.reduce == "mean":
-        # Two batches of size 0 have no mean. Any value will do, because its weight is 0.
-        value = (one.value * one.batch_size + other.value * other.batch_size) / (batch_size or 1)
-    elif one.reduce == "sum":
-        value = one.value + other.value
-    else:
-        value = max(one.value, other.value) if one.reduce == "max" else min(one.value, other.value)
-    return msgspec.structs.replace(one, value=value, batch_size=batch_size)
-
-
-# Twice the first place of the highest term, so that the sum of two places still fits into a message.
+# A sum of two places must fit into an unsigned 64-bit integer, the largest number of a message.
 Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
@@ -112,11 +90,32 @@ class LoggedValue(WireMessage, frozen=True):
             raise ValueError(f"{self.name!r} must be logged for each step or for the epoch")
 
 
+def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
+    """Combine logged values by name, as if one process had logged them all."""
+    folded: dict[str, LoggedValue] = {}
+    for value in logs:
+        other = folded.get(value.name)
+        folded[value.name] = value if other is None else _combine(other, value)
+    return list(folded.values())
+
+
+def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
+    batch_size = min(one.batch_size + other.batch_size, MAX_WEIGHT)
+    if one.reduce == "mean":
+        # Two batches of size 0 have no mean. Any value will do, because its weight is 0.
+        value = (one.value * one.batch_size + other.value * other.batch_size) / (batch_size or 1)
+    elif one.reduce == "sum":
+        value = one.value + other.value
+    else:
+        value = max(one.value, other.value) if one.reduce == "max" else min(one.value, other.value)
+    return msgspec.structs.replace(one, value=value, batch_size=batch_size)
+
+
 class MetricState(WireMessage, frozen=True):
     """The updates of a batch, or of several, to a torchmetrics object that is logged with `sync_dist=True`."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]  # name of the object in the LightningModule
-    num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # sums of many fit into 64 bits still
+    num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # so that sums fit into 64 bits
     lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each state, in declared order
 
 
@@ -291,6 +290,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     checkpoint: dict[str, Any]  # Lightning's, with `Awaited` in place of weights and optimizer state
     parameter_names: list[str]  # names in the optimizer's order
+    # Names are as older peers send them.
     made: dict[str, Any]  # random state when the epoch's iterator was made
     first: dict[str, Any]  # random state before the epoch's first batch was read
     now: dict[str, Any]  # random state before the next batch is read
@@ -299,7 +299,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     results: dict[str, dict[str, Any]]  # Lightning's results of the epoch so far
     shown: dict[str, dict[str, Any]]  # values for callbacks, loggers and progress bars
     logging: dict[str, Any]  # attributes of Lightning's logger connector
-    followed: dict[str, bool]
+    followed: dict[str, bool]  # shared metric -> whether its `forward` computes a value for each batch
     logs: dict[int, list[bytes]]  # lease -> logged values of the loop's own batch in the current step
     added: dict[int, Metrics]  # lease -> metric states of that batch
     num_counted: int  # records that the loop has counted
@@ -323,14 +323,14 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         for record, logs, metrics in loop.heard:
             decode(record, Record)
-            _check(logs, metrics)
+            _check_decodable(logs, metrics)
         for batches in loop.logs.values():
-            _check(batches, ())
-        _check((), loop.added.values())
+            _check_decodable(batches, ())
+        _check_decodable((), loop.added.values())
         return loop
 
 
-def _check(logs: Iterable[bytes], metrics: Iterable[Metrics]) -> None:
+def _check_decodable(logs: Iterable[bytes], metrics: Iterable[Metrics]) -> None:
     """Refuse logged values or metric states that cannot be decoded."""
     for value in logs:
         decode(value, LoggedValue)
