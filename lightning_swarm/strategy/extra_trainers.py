@@ -1,4 +1,7 @@
-"""Several trainers of one run, in Lightning's terms: their ranks, their parts of the data, and the lead's decisions."""
+"""Several trainers of one run: their ranks and collectives in Lightning, their parts of the data, and followers.
+
+`RankHooks` is the base of `SwarmStrategy`, and has the state that the other modules of the strategy share.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class MachineLauncher(_Launcher):
 
 
 class RankHooks(_Strategy):
-    """The part of `SwarmStrategy` that its other modules use: the module, the run, and the ranks of trainers."""
+    """The base of `SwarmStrategy` with the state that other modules share: the module, the run, ranks, collectives."""
 
     # Lightning's own collectives return at once, as in one process, because the lead alone decides and saves. Before
     # the first batch, user code gets the lead's values: other trainers wait for the lead, which never waits.
@@ -91,7 +94,7 @@ class RankHooks(_Strategy):
         self._num_collectives = 0  # user code's collectives in this call of the Trainer
         self._has_begun = False  # the first batch has begun
         self._in_batches = False  # Lightning is running batches, not making loaders
-        self._own_rank: int | None = None  # by which Lightning decides which process logs, if a run replaced it
+        self._own_rank: int | None = None  # former `rank_zero_only.rank`, while a run has replaced it
 
     @property
     def own_module(self) -> LightningModule:
@@ -159,7 +162,7 @@ class RankHooks(_Strategy):
             checks.check_trainers(trainer, self.config)
         self.is_shared = self.num_trainers > 1 or checks.may_be_shared(trainer, self.config)
 
-    def enter(self, trainer: Trainer) -> bool:
+    def join_running(self, trainer: Trainer) -> bool:
         """Join a run under way as a further trainer, and return True; False if this process begins a run."""
         config = self.config
         may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
@@ -171,10 +174,10 @@ class RankHooks(_Strategy):
         checks.check_trainers(trainer, config)
         rank_zero_info(f"Training in run {config.run_id!r}, which is at step {view.version}, beside its lead.")
         self.is_shared, self.num_trainers = True, 1
-        self.place_in(view)
+        self.take_rank(view)
         return True
 
-    def place_in(self, joined: RunView | None) -> None:
+    def take_rank(self, joined: RunView | None) -> None:
         """Set the rank for a run that this process joined as a further trainer, or for a run that it now leads."""
         self.joined = joined
         ranks = vars(rank_zero_only)  # a process of rank zero logs
@@ -182,7 +185,7 @@ class RankHooks(_Strategy):
             self._own_rank = ranks["rank"]
         ranks["rank"] = self.global_rank
 
-    def leave_place(self) -> None:
+    def restore_rank(self) -> None:
         """Restore the process's own rank after a run, and forget the run's model."""
         self.joined, self.inherited_stages, self._compiled = None, (), {}
         if self._own_rank is not None:
@@ -206,9 +209,11 @@ class RankHooks(_Strategy):
 
     @property
     def global_rank(self) -> int:
-        """Return the local rank; in a process that joined a run under way, after the ranks of all earlier trainers.
+        """Return this trainer's rank.
 
-        If the swarm divides the data among trainers, code that makes or reads data has rank 0 of 1, as in one process.
+        - In a process that joined a run under way: a rank after those of all earlier trainers.
+        - For code that makes or reads data, if the swarm divides the data: 0, as in one process.
+        - Otherwise: the local rank.
         """
         if self.joined is not None:
             return self.local_rank + len(self.joined.seats.trainers)
@@ -270,8 +275,8 @@ class RankHooks(_Strategy):
         """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
         trainer = self.own_module.trainer
         # Only this process runs here: the lead validates alone, and a waiting child evaluates by itself.
-        is_leads = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
-        if is_leads or (self.num_trainers == 1 and self.joined is None):
+        lead_is_alone = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
+        if lead_is_alone or (self.num_trainers == 1 and self.joined is None):
             return value
         if self._has_begun or self.joined is not None:
             if name == "broadcast":
@@ -285,7 +290,7 @@ class RankHooks(_Strategy):
         return decode_shared(self.own_peer.follower.await_event(self.launch_id, what), name)
 
 
-def follow(trainer: Trainer) -> Callable[[], None]:
+def become_follower(trainer: Trainer) -> Callable[[], None]:
     """Leave validation, files and decisions to the lead. The returned function undoes this."""
     # Loggers and progress bars are off beyond rank zero anyway.
     own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
@@ -296,7 +301,7 @@ def follow(trainer: Trainer) -> Callable[[], None]:
     # Flags by which a bar knows whether it shows. A user's own bar may lack a method that enables it again.
     switches = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
     own.limit_val_batches, own.num_sanity_val_steps = 0, 0
-    leave_decisions(trainer)
+    remove_deciding_callbacks(trainer)
 
     def put_back() -> None:
         own.limit_val_batches, own.num_sanity_val_steps = limits
@@ -308,7 +313,7 @@ def follow(trainer: Trainer) -> Callable[[], None]:
     return put_back
 
 
-def leave_decisions(trainer: Trainer) -> None:
+def remove_deciding_callbacks(trainer: Trainer) -> None:
     """Remove callbacks that decide, because the lead decides. A module adds its own callbacks anew in each fit."""
     own: Any = trainer
     own.callbacks[:] = [
@@ -316,8 +321,8 @@ def leave_decisions(trainer: Trainer) -> None:
     ]
 
 
-def follow_schedule(trainer: Trainer) -> None:
-    """Let the lead end the run. Keep only schedulers that count steps; records bring what the lead's others set."""
+def drop_lead_schedulers(trainer: Trainer) -> None:
+    """Let the lead end the run. Keep only schedulers that count steps; records bring values that other schedulers set."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [
@@ -338,7 +343,7 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
     epoch_loop._batches_that_stepped = step
     for optimizer in trainer.optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it never steps here
-    for config in trainer.lr_scheduler_configs:  # `follow_schedule` has kept only schedulers that count steps
+    for config in trainer.lr_scheduler_configs:  # `drop_lead_schedulers` has kept only schedulers that count steps
         for _ in range(step // config.frequency):
             config.scheduler.step()  # type: ignore[call-arg]  # no plateau scheduler is left
 

@@ -362,7 +362,7 @@ class SwarmLauncher(MachineLauncher):
             peer.check_run_id()
             announced = peer.runtime.run(peer.transport.addresses())
             addresses = process.addresses_for_children(self._strategy.config, announced)
-            joins = self._strategy.enter(trainer)
+            joins = self._strategy.join_running(trainer)
             # A run that only evaluates admits no further peers.
             if serves or trainer.state.fn == TrainerFn.FITTING:
                 self._print_how_to_join()

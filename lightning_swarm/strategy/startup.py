@@ -65,7 +65,7 @@ def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
     beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
     strategy.data = SharedData(trainer)
     if not strategy.is_global_zero:
-        extra_trainers.leave_decisions(trainer)
+        extra_trainers.remove_deciding_callbacks(trainer)
     checks.check_callback_imports(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         checks.check_callbacks(trainer)
@@ -137,7 +137,7 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
     """Start or join the run."""
     module, config, peer = trainer.lightning_module, strategy.config, strategy.own_peer
     if not strategy.is_global_zero:
-        extra_trainers.follow_schedule(trainer)
+        extra_trainers.drop_lead_schedulers(trainer)
     fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
     model = model_setup.peer_model(strategy, module)

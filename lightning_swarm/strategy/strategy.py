@@ -300,7 +300,7 @@ class SwarmStrategy(extra_trainers.RankHooks):
 
     def follow(self, trainer: Trainer) -> None:
         """Make this process a trainer beside the lead, which is another process."""
-        self.rollback.restore_lead_role = extra_trainers.follow(trainer)
+        self.rollback.restore_lead_role = extra_trainers.become_follower(trainer)
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""

@@ -122,7 +122,7 @@ def leave(strategy: SwarmStrategy) -> None:
     strategy.rollback.end_fit()
     peer, strategy.peer = strategy.peer, None
     began = peer is not None and (peer.lead.run is not None or strategy.joined is not None)
-    strategy.leave_place()
+    strategy.restore_rank()
     try:
         if peer is not None:
             try:

@@ -312,7 +312,7 @@ class _ThreadLauncher(_InlineLauncher):
         self._strategy.check(trainer, call.arguments)
         self._strategy.make_peer()
         if self._strategy.comes:
-            assert self._strategy.enter(trainer)
+            assert self._strategy.join_running(trainer)
         if not self._strategy.is_global_zero:
             self._strategy.follow(trainer)
         return call.run()

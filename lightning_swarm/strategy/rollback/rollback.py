@@ -317,7 +317,7 @@ class Rollback:
             view = peer.follower.find_run_again()
             if view is None:
                 return None
-            strategy.place_in(view)
+            strategy.take_rank(view)
             self._discard_states()
             return view.manifest.first_step, ""
         else:
@@ -340,7 +340,7 @@ class Rollback:
             strategy.config.run_id,
             target.version,
         )
-        strategy.place_in(None)
+        strategy.take_rank(None)
         self.restore_lead_role()
         return target
 
