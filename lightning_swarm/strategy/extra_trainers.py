@@ -322,7 +322,7 @@ def remove_deciding_callbacks(trainer: Trainer) -> None:
 
 
 def drop_lead_schedulers(trainer: Trainer) -> None:
-    """Let the lead end the run. Keep only schedulers that count steps; records bring values that other schedulers set."""
+    """Let the lead end the run. Keep only schedulers that count steps; records bring the values of the others."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [

@@ -290,7 +290,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     checkpoint: dict[str, Any]  # Lightning's, with `Awaited` in place of weights and optimizer state
     parameter_names: list[str]  # names in the optimizer's order
-    # Names are as older peers send them.
+    # The names of fields are those on the wire.
     made: dict[str, Any]  # random state when the epoch's iterator was made
     first: dict[str, Any]  # random state before the epoch's first batch was read
     now: dict[str, Any]  # random state before the next batch is read
