@@ -59,7 +59,7 @@ class Endpoint:
                     yield one
 
         patch.setattr(http_server, "kept_alive", recorded)
-        patch.setattr(http_streams, "_KEEP_ALIVE_S", 0.02)
+        patch.setattr(http_streams, "_KEEP_ALIVE_S", 0.005)
         self.model = remote_model(servers.address)
         port = free_port()
         served = ServedText("small", self.model, self.model.swarm.tokenizer())

@@ -255,7 +255,9 @@ class WithdrawsLast(Watching):
         lead: Any = self.seen.trainers[0].strategy
         self.seen.withdrawn.add(place_of(self))
         self.seen.wait_for(
-            lambda: lead.peer.server.admission.leadership.coordinator.generation.trainers.lead._permitted_until is not None
+            lambda: (
+                lead.peer.server.admission.leadership.coordinator.generation.trainers.lead._permitted_until is not None
+            )
         )
         self.trainer.should_stop = True
         return None
