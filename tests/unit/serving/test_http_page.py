@@ -42,7 +42,7 @@ def test_the_page_needs_no_other_file_and_builds_no_markup() -> None:
 class Writer:
     """Writes a hostile text as soon as the test lets it."""
 
-    num_prompt, may_go = 5, threading.Event()
+    num_prompt, num_cached, may_go = 5, 0, threading.Event()
 
     def __init__(self, *_: Any, on_end: Callable[[], None], **__: Any) -> None:
         self.num_tokens, self._on_end = 0, on_end
