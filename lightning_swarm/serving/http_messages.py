@@ -45,7 +45,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _calls(calls: Any) -> list[dict[str, Any]]:
     """Return an assistant's calls with their arguments as objects, as templates expect them."""
     try:
-        found = msgspec.convert(calls, list[_Call])
+        found = msgspec.convert(calls, list[_ToolCall])
         return [
             {
                 "id": call.id,
@@ -68,7 +68,7 @@ class _Called(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str
 
 
-class _Call(msgspec.Struct, forbid_unknown_fields=True):
+class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     id: str
     function: _Called
     type: str = "function"

@@ -99,7 +99,7 @@ class TextMeter:
             self._metrics.ended.labels(self._model, reason).inc()
 
     def end(self, writer: TextWriter) -> None:
-        """Count a text whose thread has ended. Its last pieces may not have been taken yet."""
+        """Count a text that has ended. Its last pieces may not have been taken yet."""
         self._count(writer)
         self._metrics.cached_tokens.labels(self._model).inc(writer.num_cached)
         self._metrics.running.labels(self._model).dec()

@@ -41,13 +41,13 @@ class TextQueue:
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
-        self._lines: dict[tuple[str, bool], deque[Ticket]] = {}  # (client, is long) -> its requests; in turn
+        self._lines: dict[tuple[str, bool], deque[QueuedRequest]] = {}  # (client, is long) -> its requests; in turn
         self._waiting = Counter[str]()  # client -> requests
         self._running = Counter[str]()  # client -> texts
         self._num_long = 0  # long texts among them
         self._numbers = itertools.count()
 
-    def enter(self, client: str, num_texts: int, num_tokens: int) -> Ticket:
+    def enter(self, client: str, num_texts: int, num_tokens: int) -> QueuedRequest:
         """Ask for the places of a request's texts, of up to `num_tokens` new tokens each.
 
         If the queue is full, the newest request of the client with most waiting requests is refused.
@@ -55,11 +55,11 @@ class TextQueue:
         Raises:
             RequestError: This request is refused, or its texts are more than may be written at once.
         """
-        ticket = Ticket(self, next(self._numbers), client, num_texts, is_long=num_tokens > _SHORT_TOKENS)
-        most = min(self._of_client(client), self._limits.three_quarters if ticket.is_long else self._limits.texts)
+        queued = QueuedRequest(self, next(self._numbers), client, num_texts, is_long=num_tokens > _SHORT_TOKENS)
+        most = min(self._of_client(client), self._limits.three_quarters if queued.is_long else self._limits.texts)
         if num_texts > most:
             raise RequestError(400, f"a request like this has at most {most} texts at this endpoint, got {num_texts}")
-        self._lines.setdefault(ticket.line, deque()).append(ticket)
+        self._lines.setdefault(queued.line, deque()).append(queued)
         self._waiting[client] += 1
         self.admit()
         if self._waiting.total() > self._limits.waiting:
@@ -68,49 +68,49 @@ class TextQueue:
                 (line[-1] for (one, _), line in self._lines.items() if one == longest), key=lambda it: it.number
             )
             newest.refuse(f"this endpoint is busy, and {self._limits.waiting} requests wait already")
-        if ticket.admitted.done():
-            ticket.admitted.result()
+        if queued.admitted.done():
+            queued.admitted.result()
         else:
             late = f"no place became free within {self._limits.wait_s:g} s"
-            ticket.timer = asyncio.get_running_loop().call_later(self._limits.wait_s, ticket.refuse, late)
-        return ticket
+            queued.timer = asyncio.get_running_loop().call_later(self._limits.wait_s, queued.refuse, late)
+        return queued
 
     def admit(self) -> None:
         """Give the free places to the requests whose turn has come."""
-        while (ticket := self._next()) is not None:
-            self.remove(ticket)
-            if (line := self._lines.pop(ticket.line, None)) is not None:
-                self._lines[ticket.line] = line  # the last in turn
-            self._running[ticket.client] += ticket.num_texts
-            self._num_long += ticket.num_texts * ticket.is_long
-            ticket.stop_timer()
-            ticket.admitted.set_result(None)
+        while (queued := self._next()) is not None:
+            self.remove(queued)
+            if (line := self._lines.pop(queued.line, None)) is not None:
+                self._lines[queued.line] = line  # the last in turn
+            self._running[queued.client] += queued.num_texts
+            self._num_long += queued.num_texts * queued.is_long
+            queued.stop_timer()
+            queued.admitted.set_result(None)
 
-    def _next(self) -> Ticket | None:
+    def _next(self) -> QueuedRequest | None:
         """Return the next request that gets places; None: no request gets any now."""
         is_long_blocked = False
-        for (client, is_long), (ticket, *_) in self._lines.items():
-            if (is_long and is_long_blocked) or self._running[client] + ticket.num_texts > self._of_client(client):
+        for (client, is_long), (queued, *_) in self._lines.items():
+            if (is_long and is_long_blocked) or self._running[client] + queued.num_texts > self._of_client(client):
                 continue
             # Later requests do not overtake, because a request for many places might otherwise never get them.
-            if self._running.total() + ticket.num_texts > self._limits.texts:
+            if self._running.total() + queued.num_texts > self._limits.texts:
                 return None
-            if not is_long or self._num_long + ticket.num_texts <= self._limits.three_quarters:
-                return ticket
+            if not is_long or self._num_long + queued.num_texts <= self._limits.three_quarters:
+                return queued
             is_long_blocked = True
         return None
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, queued: QueuedRequest) -> None:
         """Remove a request from its line."""
-        self._lines[ticket.line].remove(ticket)
-        if not self._lines[ticket.line]:
-            del self._lines[ticket.line]
-        self._waiting -= Counter([ticket.client])
+        self._lines[queued.line].remove(queued)
+        if not self._lines[queued.line]:
+            del self._lines[queued.line]
+        self._waiting -= Counter([queued.client])
 
-    def release(self, ticket: Ticket) -> None:
+    def release(self, queued: QueuedRequest) -> None:
         """Take back one place of an admitted request."""
-        self._running -= Counter([ticket.client])
-        self._num_long -= ticket.is_long
+        self._running -= Counter([queued.client])
+        self._num_long -= queued.is_long
         self.admit()
 
     def _of_client(self, client: str) -> int:
@@ -118,7 +118,7 @@ class TextQueue:
         return min(MAX_TEXTS, self._limits.three_quarters) if client else self._limits.texts
 
 
-class Ticket:
+class QueuedRequest:
     """A request that waits for its places, or has them."""
 
     def __init__(self, queue: TextQueue, number: int, client: str, num_texts: int, *, is_long: bool) -> None:

@@ -226,9 +226,9 @@ class TextEndpoint:
         check_tokens(asked, served.model.config.get_text_config().vocab_size)
         client = client_of(request)
         planned, num_new = _planned(client, asked, served, given, kind)
-        ticket = self._queue.enter(client, len(planned), num_new)
+        queued = self._queue.enter(client, len(planned), num_new)
         arrived_s = request.scope[_ARRIVED_S]
-        texts = RequestTexts(planned, ticket, self._metrics, served.name, arrived_s=arrived_s, held=held.pop_all())
+        texts = RequestTexts(planned, queued, self._metrics, served.name, arrived_s=arrived_s, held=held.pop_all())
         form: Form = kind.form or AnswerForm(
             served.name,
             kind.is_chat,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_swarm.serving.http_metrics import EndpointMetrics, TextMeter
-from lightning_swarm.serving.http_queue import Ticket
+from lightning_swarm.serving.http_queue import QueuedRequest
 from lightning_swarm.serving.pieces import TextPiece
 from lightning_swarm.serving.texts import TextWriter
 from lightning_swarm.serving.tool_calls import CallReader, with_calls
@@ -30,14 +30,14 @@ class RequestTexts:
     def __init__(
         self,
         planned: Sequence[PlannedText],
-        ticket: Ticket,
+        queued: QueuedRequest,
         metrics: EndpointMetrics,
         model: str,
         *,
         arrived_s: float,  # of the request
         held: ExitStack,  # closed when the texts have left the queue
     ) -> None:
-        self._planned, self._ticket, self._held = planned, ticket, held
+        self._planned, self._queued, self._held = planned, queued, held
         self._metrics, self._model, self._arrived_s = metrics, model, arrived_s
         self._entered_s = time.monotonic()
         self._writers: list[TextWriter] = []
@@ -48,11 +48,11 @@ class RequestTexts:
     @property
     def is_waiting(self) -> bool:
         """Whether the texts wait for their places."""
-        return not self._ticket.admitted.done()
+        return not self._queued.admitted.done()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
         """Yield the texts' pieces as they come, with the texts' indices. Raises the first error of any text."""
-        await self._ticket.until_admitted()
+        await self._queued.until_admitted()
         self._held.close()
         self._set_waiting.close()
         self._metrics.queued.labels(self._model).observe(time.monotonic() - self._entered_s)
@@ -61,19 +61,19 @@ class RequestTexts:
                 yield index, piece
 
     def _begin(self, planned: PlannedText) -> AsyncIterator[TextPiece]:
-        """Begin one text. It keeps its place until its thread ends, even if the request ends earlier."""
+        """Begin one text. It keeps its place until it ends, even if the request ends earlier."""
         ended, meter = ExitStack(), TextMeter(self._metrics, self._model, self._arrived_s)
         writer = planned.begin(on_end=ended.close)
         self._writers.append(writer)
         meter.begin(writer)
-        ended.callback(self._ticket.release)
+        ended.callback(self._queued.release)
         ended.callback(meter.end, writer)
         pieces = _metered(writer, meter)
         return pieces if planned.reader is None else with_calls(pieces, planned.reader)
 
     def close(self) -> None:
         """End the texts, or leave the queue. May be called several times."""
-        self._ticket.leave(num_begun=len(self._writers))
+        self._queued.leave(num_begun=len(self._writers))
         for writer in self._writers:
             writer.abort()
         self._set_waiting.close()

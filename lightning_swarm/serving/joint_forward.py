@@ -64,9 +64,8 @@ class JointForward:
         if len(texts) == 1:
             return _one_by_one(texts)
         verdict = self._verdicts.get(_kind(texts))
-        if (
-            verdict is None and len({text.tokens[-1] for text in texts}) > 1
-        ):  # equal rows would hide that rows are mixed
+        are_unlike = len({text.tokens[-1] for text in texts}) > 1  # equal rows would hide that rows are mixed
+        if verdict is None and are_unlike:
             return self._tried(texts)
         return self._jointly(texts) if verdict else _one_by_one(texts)
 

@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.inference import CacheRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class StageInput:
-    """All that a step changes at a stage and at later stages depends on, apart from caches and weights."""
+    """A step as a stage receives it: with caches and weights, it determines the step's results there and later."""
 
     stage_index: int
     modes: Sequence[ComputeMode]  # of this stage and of the later ones

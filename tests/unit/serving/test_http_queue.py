@@ -15,7 +15,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.serving import http_streams
 from lightning_swarm.serving.http_access import Access
 from lightning_swarm.serving.http_fields import MAX_TEXTS, RequestError
-from lightning_swarm.serving.http_queue import QueueLimits, TextQueue, Ticket
+from lightning_swarm.serving.http_queue import QueuedRequest, QueueLimits, TextQueue
 from lightning_swarm.serving.http_server import TextEndpoint
 from lightning_swarm.serving.texts import ServedText
 from tests.unit.serving.endpoint import JSON, SMALL, Client, Writer, run, until
@@ -24,7 +24,7 @@ STREAM = json.dumps({"model": "m", "prompt": "a", "max_tokens": 4, "stream": Tru
 SHORT, LONG = 4, 4000  # new tokens
 
 
-def admitted(tickets: Sequence[Ticket]) -> list[int]:
+def admitted(tickets: Sequence[QueuedRequest]) -> list[int]:
     return [index for index, one in enumerate(tickets) if one.admitted.done() and not one.admitted.exception()]
 
 
@@ -126,7 +126,7 @@ def test_bounds_hold_and_each_request_has_its_turn(seed: int) -> None:
 
     async def use() -> None:
         queue = TextQueue(limits)
-        left: dict[Ticket, int] = {}  # requests in the queue, or with places
+        left: dict[QueuedRequest, int] = {}  # requests in the queue, or with places
         for _ in range(400):
             if rng.random() < 0.5:
                 try:
@@ -151,7 +151,7 @@ def test_bounds_hold_and_each_request_has_its_turn(seed: int) -> None:
         assert not left
         assert (queue._running, queue._num_long, queue._lines, queue._waiting) == (Counter(), 0, {}, Counter())
 
-    def check(queue: TextQueue, left: dict[Ticket, int]) -> None:
+    def check(queue: TextQueue, left: dict[QueuedRequest, int]) -> None:
         written = [one for one in left if one.admitted.done()]
         assert sum(one.num_texts for one in written) == queue._running.total() <= limits.texts
         assert sum(one.num_texts for one in written if one.is_long) == queue._num_long <= limits.three_quarters
