@@ -84,6 +84,15 @@ def server(
         process.wait()
 
 
+def chain(stack: ExitStack, folder: str, model: Any, num_stages: int, *options: object) -> str:
+    """Start a server for each stage of a model, until the stack closes; return the first one's address."""
+    own = ("--weights", folder, *for_one_stage(model, num_stages), *options)
+    address = stack.enter_context(server("--stages", num_stages, *own))
+    for _ in range(num_stages - 1):
+        stack.enter_context(server("--join", address, *own))
+    return address
+
+
 class Arrivals:
     """When each token of a text came, by Hugging Face's streamer: the prompt first."""
 
@@ -109,10 +118,7 @@ def measure(num_stages: int, width: int, num_blocks: int, repeats: int, num_prom
     seconds: dict[str, list[float]] = {"swarm": [], "plain": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         plain = save(Path(folder), num_blocks, width)
-        own = ("--weights", folder, *for_one_stage(plain, num_stages))
-        address = stack.enter_context(server("--stages", num_stages, *own))
-        for _ in range(num_stages - 1):
-            stack.enter_context(server("--join", address, *own))
+        address = chain(stack, folder, plain, num_stages)
         remote = remote_model(address, weights=folder)
         stack.callback(remote.swarm.close)
         prompt = torch.randint(1, VOCABULARY, (1, num_prompt))

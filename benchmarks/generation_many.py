@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.generation import VOCABULARY, for_one_stage, save, server
+from benchmarks.generation import VOCABULARY, chain, save
 from benchmarks.report import median, picture, table, write
 from lightning_swarm.serving.http_fields import TextFields
 from lightning_swarm.serving.texts import ServedText
@@ -138,11 +138,7 @@ def main(words: Sequence[str] | None = None) -> None:
         plain = save(Path(folder), arguments.num_blocks, arguments.width, dtype=getattr(torch, arguments.dtype))
         from lightning_swarm import remote_model
 
-        own = ("--weights", folder, *for_one_stage(plain, arguments.stages))
-        address = stack.enter_context(server("--stages", arguments.stages, *own))
-        for _ in range(arguments.stages - 1):
-            stack.enter_context(server("--join", address, *own))
-        remote = remote_model(address, weights=folder)
+        remote = remote_model(chain(stack, folder, plain, arguments.stages), weights=folder)
         stack.callback(remote.swarm.close)
         served = ServedText("m", remote, None)
         lengths = torch.linspace(*PROMPTS, arguments.texts).int().tolist()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.generation import VOCABULARY, Arrivals, for_one_stage, save, server
+from benchmarks.generation import VOCABULARY, Arrivals, chain, save
 from benchmarks.report import median, table, write
 
 NUM_NEW = 32  # tokens of an answer
@@ -38,10 +38,7 @@ def measure(num_stages: int, width: int, num_blocks: int, num_prompt: int, repea
     seconds: dict[str, list[float]] = {"first turn": [], "second turn": [], "second turn, other client": []}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         plain = save(Path(folder), num_blocks, width)
-        own = ("--weights", folder, *for_one_stage(plain, num_stages))
-        address = stack.enter_context(server("--stages", num_stages, *own))
-        for _ in range(num_stages - 1):
-            stack.enter_context(server("--join", address, *own))
+        address = chain(stack, folder, plain, num_stages)
         remote, other = (remote_model(address, weights=folder) for _ in range(2))
         for one in (remote, other):
             stack.callback(one.swarm.close)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from benchmarks.generation import VOCABULARY, for_one_stage, save, server
+from benchmarks.generation import VOCABULARY, chain, save
 from benchmarks.report import median, picture, table, write
 from benchmarks.runs import start
 
@@ -182,10 +182,7 @@ def main(words: Sequence[str] | None = None) -> None:
     fairness, sent = [], Counter[str]()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save(Path(folder), arguments.num_blocks, arguments.width)
-        own = ("--weights", folder, *for_one_stage(model, NUM_STAGES), "--stay")
-        address = stack.enter_context(server("--stages", NUM_STAGES, *own))
-        for _ in range(NUM_STAGES - 1):
-            stack.enter_context(server("--join", address, *own))
+        address = chain(stack, folder, model, NUM_STAGES, "--stay")
         user: tuple[object, ...] = ("--folder", folder, "--user", address)
         if arguments.microbatch_size is not None:
             user = (*user, "--microbatch-size", arguments.microbatch_size)
