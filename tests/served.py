@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.serving.blocks import TextInProgress
 from lightning_swarm.serving.host import ModelHost, ServeOptions
 from lightning_swarm.serving.placement import MovePolicy
 from lightning_swarm.serving.remote_model import ServedModelClient
@@ -192,6 +194,15 @@ class ServedSwarm:
         if left:
             self.loop.run_until_complete(asyncio.wait(left))
         self.loop.close()
+
+
+def writing(model: Any, scope: Hashable = "") -> AbstractContextManager[TextInProgress]:
+    """Inside, `model.generate` notes in the yielded text how many of its tokens the servers had before.
+
+    It begins with prefixes of texts of the same scope alone.
+    """
+    client = getattr(model, "swarm", None)
+    return nullcontext(TextInProgress()) if client is None else client.served.writing(scope)
 
 
 def calling(do: Callable[[], None], *, at: int) -> Any:

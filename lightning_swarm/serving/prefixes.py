@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -15,6 +14,7 @@ from lightning_swarm.client.inference.session import SessionInput
 from lightning_swarm.model.inference.attention_cache import CacheHandle
 from lightning_swarm.protocol.messages.inference import CacheRecipe
 from lightning_swarm.serving.blocks import Recorded, ServedBlocks, TextInProgress
+from lightning_swarm.serving.model_traits import has_own_prompt, positions_depend_on_length
 
 PREFILL_CHUNK: Final = 256
 """Tokens of each row in a step of a long prompt. Clients share prefixes of whole chunks."""
@@ -37,8 +37,6 @@ def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any],
 
     `chosen` returns an option by name, and `options` are the names of those that the call itself has.
     """
-    from lightning_swarm.serving.remote_model import has_own_prompt, positions_depend_on_length
-
     if not isinstance(prompt, Tensor) or prompt.ndim != 2 or len(prompt) != 1:
         return False
     if any(name not in _HARMLESS and not hasattr(model.generation_config, name) for name in options):
@@ -51,15 +49,6 @@ def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any],
     # Without a mask, Hugging Face masks tokens that pad.
     masks = (prompt == pad if pad is not None else torch.zeros(1)) if mask is None else mask != 1
     return not bool(masks.any()) and not has_own_prompt(model) and not positions_depend_on_length(model)
-
-
-def writing(model: Any, scope: Hashable = "") -> AbstractContextManager[TextInProgress]:
-    """Inside, `model.generate` notes in the yielded text how many of its tokens the servers had before.
-
-    It begins with prefixes of texts of the same scope alone.
-    """
-    client = getattr(model, "swarm", None)
-    return nullcontext(TextInProgress()) if client is None else client.served.writing(scope)
 
 
 class TextPrefixes:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import copy
 import functools
-import json
 import random
 import secrets
 import tempfile
@@ -35,15 +34,10 @@ from lightning_swarm.protocol.messages.serving import ModelCard
 from lightning_swarm.serving.blocks import ServedBlocks
 from lightning_swarm.serving.directory import ModelDirectory, read_card
 from lightning_swarm.serving.model_guards import refuse_changes
+from lightning_swarm.serving.model_traits import has_own_prompt, positions_depend_on_length
 from lightning_swarm.serving.prefixes import PREFILL_CHUNK, TextPrefixes, can_begin_with_prefix
 from lightning_swarm.serving.routes import ServedRoutes
 from lightning_swarm.serving.tuning_client import AdaptedBlocks
-
-
-def positions_depend_on_length(model: Any) -> bool:
-    """Return whether a model's position tables depend on the present length of the text."""
-    text = json.dumps(model.config.to_dict(), default=str)
-    return any(f'"rope_type": "{kind}"' in text for kind in ("dynamic", "longrope"))
 
 
 def step_tokens(model: Any) -> int:
@@ -67,15 +61,6 @@ def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[st
     """Return the options of `generate` that cut a long prompt."""
     part = part_of_prompts(model, num_rows)
     return {"prefill_chunk_size": part} if part is not None and part < num_tokens else {}
-
-
-def has_own_prompt(model: Any) -> bool:
-    """Return whether peft puts tokens of its own before each prompt of a model, or of the model around it."""
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        return True
-    # During its own `generate`, peft replaces the inner model's method by one of its own.
-    around = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    return around is not None and around is not model and has_own_prompt(around)
 
 
 def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:

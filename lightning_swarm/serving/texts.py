@@ -45,6 +45,7 @@ class ServedText:
         """Writes the model's texts."""
         from lightning_swarm.serving import remote_model
         from lightning_swarm.serving.joint_forward import JointForward
+        from lightning_swarm.serving.model_traits import positions_depend_on_length
         from lightning_swarm.serving.text_scheduler import TextScheduler
 
         client = getattr(self.model, "swarm", None)
@@ -53,7 +54,7 @@ class ServedText:
             part=remote_model.part_of_prompts(self.model),
             step_tokens=partial(remote_model.step_tokens, self.model),
             # If position tables depend on the text so far, texts are written one after the other.
-            most_texts=1 if remote_model.positions_depend_on_length(self.model) else None,
+            most_texts=1 if positions_depend_on_length(self.model) else None,
         )
 
     def new_text(

@@ -16,10 +16,9 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.serving import remote_model
-from lightning_swarm.serving.prefixes import writing
 from lightning_swarm.serving.remote_model import prefill_in_chunks
 from tests.parity.test_served import MODES
-from tests.served import ServedSwarm, calling, make_model
+from tests.served import ServedSwarm, calling, make_model, writing
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set"),  # peft: GPT-2's layers are transposed

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.serving.prefixes import writing
-from tests.served import FAMILIES, LIMITS, ServedSwarm, calling, make_model
+from tests.served import FAMILIES, LIMITS, ServedSwarm, calling, make_model, writing
 
 NUM_NEW = 6
 OTHER_TEXTS = [{"mask": 0}, {"num_beams": 2}, {"use_cache": False}, {"prompt_lookup_num_tokens": 2}]
