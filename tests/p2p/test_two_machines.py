@@ -226,6 +226,7 @@ def test_a_model_is_served_and_tuned(machines: list[Machine]) -> None:
     assert with_invitation(writing, generate) == with_address(generate, address)
     guest = second.type_in(joining)
     wait_for(guest, "Others can join ")
+    wait_for(serving, "came with stages 0 to 3")  # the first server looks for others every few seconds
     said = second.run([*writing[:-1], "a b c"])
     assert re.search(r"\d+ tokens, ", said), said
     said = first.run(["lightning-swarm", "status", address])
