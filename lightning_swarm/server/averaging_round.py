@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -311,7 +312,8 @@ class AveragingRounds:
         rule = self._sums.run.manifest.settings.robust_averaging
         if rule == "centered_clip":
             ledger = self._sums.ledgers[stage.index]
-            weight = sum(ledger.origins[first].weight for first, _, _ in ledger.held)
+            # `sum` rounds floats otherwise from Python 3.12 on.
+            weight = math.fsum(ledger.origins[first].weight for first, _, _ in ledger.held)
             return ClippedAverager(weight, self._compute)
         if rule != "none":
             assert_never(rule)

@@ -359,7 +359,7 @@ class OpenStep:
         """The weight by which the sum is divided."""
         if self._asked_weight is not None:
             return self._asked_weight
-        return sum(batch.weight for batch in self._batches.values()) or 1.0
+        return math.fsum(batch.weight for batch in self._batches.values()) or 1.0
 
     def missing(self) -> list[PeerId]:
         """Return the trainers with incomplete batches."""

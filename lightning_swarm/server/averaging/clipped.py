@@ -5,6 +5,7 @@ Source: Karimireddy et al. 2021, arXiv:2012.10333; per part of a butterfly: Gorb
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -80,7 +81,7 @@ class ClippedAverager(Averager):
             held = [piece for piece in (*pieces, mine) if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
             if not held:
                 return vector.new_zeros(length), 0.0
-            scale = sum(float(piece[-1]) for piece in held) / total_weight
+            scale = math.fsum(float(piece[-1]) for piece in held) / total_weight
             part = centered_clip([piece[:-1] for piece in held]) * scale
             return part, squared_norm(part)
 
