@@ -33,6 +33,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
 from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement, WantedServers
+from lightning_swarm.peer.oversight import overseer
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 from lightning_swarm.protocol.messages.run import Manifest, Member
@@ -179,6 +180,7 @@ class Swarm:
             events=EventLog(),
             connect=directory.connect_all,
             announce=directory.announce_run,
+            overseer=overseer,
         )
         return Server(context, self._model())
 

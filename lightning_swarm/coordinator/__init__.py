@@ -5,5 +5,5 @@
 the lead, and `event_deltas.py` chooses the event counts to send to it. `step/` has the open step, the data order,
 leases, and the replays of lost microbatches. `commit.py` ends a step, and `consensus.py` has its record decided.
 `membership/` decides which servers and trainers belong to the run, and `rebalancing/` which servers move. `audit/`
-examines the servers' work in runs that ask for it, and is plugged in by `step/oversight.py`.
+examines the servers' work in runs with strangers, behind the interface in `step/oversight.py`.
 """

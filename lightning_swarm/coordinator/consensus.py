@@ -294,7 +294,7 @@ def serve(
     async def check(caller: PeerId, term: Term) -> None:
         if not may_propose(caller):
             raise ProtocolError(
-                f"records are proposed by the run's servers, in an audited run by its keepers, not by {caller}"
+                f"records are proposed by the run's servers, with strangers by its keepers, not by {caller}"
             )
         if term[1] != caller:
             raise ProtocolError(f"a term carries its proposer's id, got {term} from {caller}")

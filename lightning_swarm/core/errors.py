@@ -12,7 +12,7 @@
     │   ├── Replaced         the run continues with another lead, because this one was silent for too long
     │   ├── LeftOut          the run continues without this trainer, which was silent for too long
     │   ├── WentBack         the run rolls back to a snapshot, and this trainer with it
-    │   └── FalseWorkCounted the lead must roll the run back: work of a convicted server counted unaudited
+    │   └── FalseWorkCounted the lead must roll the run back, because work of a convicted server counted
     ├── LeaseRevoked         a batch was struck from its step, or was never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
@@ -98,10 +98,10 @@ class WentBack(StepError):
 
 
 class FalseWorkCounted(StepError):
-    """Unaudited work of a convicted server counted in earlier steps. The lead rolls the run back."""
+    """Work of a convicted server counted in earlier steps. The lead rolls the run back."""
 
     def __init__(self, reasons: Sequence[str], sound: int) -> None:  # each server, with the reason of its conviction
-        super().__init__(f"unaudited work of convicted servers counts in earlier steps: {'; '.join(reasons)}")
+        super().__init__(f"work of convicted servers counts in earlier steps: {'; '.join(reasons)}")
         self.sound = sound  # newest version of the weights that, as far as is known, contains none of that work
 
 

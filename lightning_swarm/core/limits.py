@@ -15,8 +15,8 @@ class Limits:
     Args:
         cache_bytes: Bytes of microbatches that a server may keep until their backward. Beyond this it drops the oldest
             and recomputes them when needed: slower, never different. A trainer may keep as many bytes of its own
-            microbatches until their step is decided, and so may a server in audited runs; both move the excess to a
-            temporary file.
+            microbatches until their step is decided, and so may a server in a run with strangers; both move the excess
+            to a temporary file.
         call_timeout: Seconds until a call to another peer is abandoned, the wait for its input included.
         silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
             peer that computes still sends signs of life. The limit grows by itself where round trips are long.
@@ -43,8 +43,7 @@ class Limits:
             half. Further messages wait. A message larger than half is its peer's only one under way.
         snapshot_interval: Seconds between two snapshots, from which the run continues when all servers of a stage have
             died; the first is taken at the run's first step. Each snapshot copies every stage where it is held and
-            sends the copy to one server of another stage. None takes no snapshots, and such a run breaks off. In an
-            audited run, snapshots are also at least ``3 / audit_share`` steps apart.
+            sends the copy to one server of another stage. None takes no snapshots, and such a run breaks off.
         snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
             two snapshots of each of its own stages, and two of each further stage that it was chosen to keep. All
             servers together keep at most two snapshots of a stage for each of its servers, and two more.

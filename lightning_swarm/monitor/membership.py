@@ -59,7 +59,7 @@ class Membership:
             if one.reason
         }
         reasons |= dict.fromkeys(banned_among(went, run.bans, run.invitations), "was expelled by the run's owner")
-        reasons |= {one.peer: "was convicted by an audit" for one in record.convicted or ()}
+        reasons |= {one.peer: "was convicted of false work" for one in record.convicted or ()}
         lines = [self._gone(peer, stages, reasons.get(peer)) for peer, stages in went.items()]
         self._dead -= came.keys()
         lines += [self._joined(peer, stages) for peer, stages in came.items()]

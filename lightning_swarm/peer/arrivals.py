@@ -125,13 +125,13 @@ class Arrivals:
         self.keepers = run.electorate.keepers or ()
 
     def keepers_among(self, me: PeerId, members: Iterable[PeerId]) -> list[PeerId]:
-        """Return the keepers of an audited run that begins: `me`, its starter, and first members that are certified.
+        """Return the keepers of a run with strangers that begins: `me`, its starter, and certified first members.
 
         Raises `ConfigError` if this peer's certificate is not a keeper's, because later joiners accept keepers alone.
         """
         if is_certified_keeper(self._transport, me) is False:
             raise ConfigError(
-                "an audited run must be started by a keeper, because peers that join later recognize it by its "
+                "a run with strangers must be started by a keeper, because peers that join later recognize it by its "
                 f"certificate, and the certificate of {me} has another role. Start the run where its owner's key is, "
                 "or with an invitation made with `lightning-swarm invite --role keeper`."
             )

@@ -61,6 +61,7 @@ class Trust:
             same, and servers' results are checked; ``"open"``: any peer that reaches this one. None: ``"invited"`` if
             other machines reach this peer or it has an invitation, else ``"open"``. Each peer sets its own.
         audit_share: With ``"audited"``, the share of servers' work computed again, 0..1. None: 1/16. Run-wide.
+            Snapshots are then at least ``3 / audit_share`` steps apart.
         on_conviction: Reaction if audits convict a server whose earlier work counted unaudited: ``"go_back"`` returns
             to a snapshot from before most of its false work; ``"go_on"`` keeps the weights. Run-wide.
         robust_averaging: ``"centered_clip"`` clips a server's gradient if it is far from most other servers'. It limits
@@ -214,7 +215,7 @@ class SwarmConfig:
             "'invited' (only peers with an invitation take part), 'audited' (likewise, and their work is checked), "
             "'open' (anyone who reaches a port does) or None ('invited' where other machines reach this one)",
         )
-        if self.settings.is_audited and self.trust != "audited":
+        if self.settings.has_strangers and self.trust != "audited":
             raise ConfigError(
                 f"`audit_share` needs `trust='audited'`, got trust {self.trust!r}. Write "
                 "`Trust('audited', audit_share=...)`."

@@ -17,7 +17,6 @@ from lightning_swarm.client.run_session import Session
 from lightning_swarm.coordinator import server_calls
 from lightning_swarm.coordinator.membership.kinds import assign_by_kind, check_one_kind
 from lightning_swarm.coordinator.membership.rosters import choose_voters
-from lightning_swarm.coordinator.step.oversight import oversight_of
 from lightning_swarm.coordinator.takeover import has_majority
 from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.core.event_loop import Runtime
@@ -28,7 +27,7 @@ from lightning_swarm.monitor import survey
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.peer import discovery, failover
+from lightning_swarm.peer import discovery, failover, oversight
 from lightning_swarm.peer.arrivals import Arrivals, known_peers
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory, ServerAnnouncement
@@ -134,14 +133,14 @@ def make_manifest(
     kinds = {peer: server.arithmetic for peer, server in announced.items()}
 
     # The first server coordinates. The starter's own server comes first, so that the lead's control calls cross no
-    # network. Keepers come next, because in an audited run only they may coordinate.
+    # network. Keepers come next, because with strangers only they may coordinate.
     def seniority(server: Member) -> tuple[bool, bool]:
         return server.peer_id != me.peer_id, not may_decide(server.peer_id, keepers)
 
     servers = sorted(servers, key=seniority)
     if not may_decide(servers[0].peer_id, keepers):
         raise ConfigError(
-            "an audited run is coordinated by a keeper that holds a stage, and none of its first "
+            "a run with strangers is coordinated by a keeper that holds a stage, and none of its first "
             f"{len(servers)} servers is one: the starter, with `role={config.role!r}`, holds none. Leave `role` out, "
             "so that it serves, too, or have a peer serve that comes by `lightning-swarm invite --role keeper`."
         )
@@ -178,7 +177,7 @@ def make_manifest(
         former_leads=list(spec.former_leads) or UNSET,
         keepers=keepers,
     )
-    oversight_of(config.settings).allow_run(manifest)
+    oversight.allow_run(manifest)
     for index, stage in enumerate(manifest.stages):
         check_one_kind(manifest, index, {one.peer_id: kinds.get(one.peer_id, "") for one in stage.roster})
     return manifest
@@ -302,7 +301,7 @@ class Lead:
         self.addresses = {peer: server.addresses for peer, server in announced.items()}
         trainers = [server for server in servers if server.peer_id in announced and announced[server.peer_id].trains]
         keepers: Keepers = UNSET
-        if self._config.settings.is_audited:
+        if self._config.settings.has_strangers:
             keepers = self._arrivals.keepers_among(me.peer_id, [server.peer_id for server in servers])
         manifest = make_manifest(spec, self._config, model, me, servers, trainers, announced, keepers)
         invitations = await self._arrivals.count([*(one.peer_id for one in servers), *manifest.trainers])

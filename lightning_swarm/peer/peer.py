@@ -63,7 +63,7 @@ class Peer:
     ) -> None:
         self.runtime = runtime
         self.transport = transport
-        self._directory = RunDirectory(directory, transport, config.run_id, config.settings.is_audited)
+        self._directory = RunDirectory(directory, transport, config.run_id, config.settings.has_strangers)
         self._executor = executor
         self._config = config
         self._may_lead = may_lead

@@ -16,6 +16,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
+from lightning_swarm.peer.oversight import overseer
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.run_state import RunState
@@ -81,6 +82,7 @@ class ServerHost:
             events=self._events,
             connect=self._directory.connect_all,
             announce=self._directory.announce_run,
+            overseer=overseer,
             hosts=hosts,
         )
         self.server = Server(context, model)

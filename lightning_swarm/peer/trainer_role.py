@@ -25,6 +25,7 @@ from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.task_transport import TaskTransport
 from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.oversight import oversee_results
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
@@ -129,12 +130,7 @@ class TrainerRole:
         # These register handlers with the transport, which keep them alive.
         avoid_when_asked(context, run)
         Replayer(context, run, max_in_flight=limits.max_in_flight)
-        if run.manifest.settings.is_audited:
-            from lightning_swarm.client.audit.checked_results import CheckedResults
-            from lightning_swarm.client.audit.sender import AuditSender
-
-            context.results = CheckedResults(lambda: run.coordinator)
-            AuditSender(context, run, max_in_flight=limits.max_in_flight)
+        oversee_results(context, run, max_in_flight=limits.max_in_flight)
         return context
 
     async def leave_run(self) -> None:

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.run import (
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.settings import RunSettings
 
-ONLY_KEEPERS: Final = "in an audited run only keepers vote, coordinate and lead"
+ONLY_KEEPERS: Final = "in a run with strangers only keepers vote, coordinate and lead"
 
 KEEPERS_REMEDY: Final = (
     f"{ONLY_KEEPERS}, and a majority of the voters must be alive: have three or more keepers, by `lightning-swarm "
@@ -48,11 +48,13 @@ def is_certified_keeper(transport: Transport, peer: PeerId) -> bool | None:
 
 
 def check_shown_by_keeper(transport: Transport, peer: PeerId, view: RunView) -> None:
-    """Refuse a view of an audited run from a peer that is no keeper: any peer can announce that it coordinates one."""
-    if not view.manifest.settings.is_audited:
+    """Refuse a view of a run with strangers from a peer that is no keeper: any peer can announce such a run."""
+    if not view.manifest.settings.has_strangers:
         return
     if is_certified_keeper(transport, peer) is False or peer not in (view.seats.keepers or ()):
-        raise Untrusted(f"only a keeper may show an audited run to joining peers, and {peer} is none of its keepers")
+        raise Untrusted(
+            f"only a keeper may show a run with strangers to joining peers, and {peer} is none of its keepers"
+        )
 
 
 def keepers_after(keepers: Keepers, new: Keepers) -> Keepers:
@@ -142,11 +144,13 @@ class Electorate:
         if named and not (self.has_strangers and new.issuperset(named) and len(set(named)) == len(named)):
             raise ProtocolError(
                 "a record may name as keepers only its newcomers that have a keeper's certificate, each once, and only "
-                f"in an audited run; record {record.step} names {named[:5]}"
+                f"in a run with strangers; record {record.step} names {named[:5]}"
             )
         convicted = [one.peer for one in record.convicted or ()]
-        if convicted and not settings.is_audited:
-            raise ProtocolError(f"only an audited run may convict peers; record {record.step} has {convicted[:5]}")
+        if convicted and not settings.has_strangers:
+            raise ProtocolError(
+                f"only a run with strangers may convict peers; record {record.step} has {convicted[:5]}"
+            )
         if record.goes_back and not (convicted and settings.goes_back):
             raise ProtocolError(
                 "a record may roll the run back only if it convicts a peer and `on_conviction` is 'go_back'; here it "
@@ -167,11 +171,11 @@ def check_seated(seats: SeatedMembers, new: Collection[PeerId] = ()) -> None:
 
 
 def check_begun_by_keepers(manifest: Manifest) -> None:
-    """Refuse an audited run that does not name its keepers, or in which other peers coordinate, vote or lead."""
+    """Refuse a run with strangers that does not name its keepers, or in which other peers coordinate, vote or lead."""
     deciding = [manifest.lead, manifest.coordinator, *(voter.peer_id for voter in manifest.voters)]
     others = [peer for peer in deciding if not may_decide(peer, manifest.keepers)]
-    if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.is_audited:
+    if others or isinstance(manifest.keepers, UnsetType) == manifest.settings.has_strangers:
         raise ProtocolError(
-            "an audited run must name its keepers, and only they may coordinate, vote and lead; other runs name none. "
-            f"Run {manifest.run_id!r} names {(manifest.keepers or [])[:5]}; not keepers: {others[:5]}"
+            "a run with strangers must name its keepers, and only they may coordinate, vote and lead; other runs name "
+            f"none. Run {manifest.run_id!r} names {(manifest.keepers or [])[:5]}; not keepers: {others[:5]}"
         )

@@ -228,6 +228,7 @@ APPLY: Final = Call("step.apply", step.Record, by=_SERVER)
 
 # The coordinator calls trainers, and other servers call the lead.
 REPLAY: Final = Call("trainer.replay", step.ReplayRequest, step.ReplayReply, by=_SERVER, of=_TRAINER)
+AVOID: Final = Call("trainer.avoid", step.AvoidRequest, by=_SERVER, of=_TRAINER)
 REPORT: Final = Call("trainer.report", batches.ReportRequest, batches.ReportReply, by=_SERVER, of=_TRAINER)
 REPORT_METRICS: Final = Download(
     "trainer.report_metrics", batches.LeaseMetricsRequest, batches.BatchMetrics, by=_SERVER, of=_TRAINER
@@ -238,7 +239,6 @@ LEADS: Final = Call("trainer.leads", run.LeadsRequest, by=_SERVER, of=_TRAINER)
 SKETCH: Final = Call("step.sketch", audits.SketchRequest, audits.SketchReply, by=_SERVER)
 ORDER_AUDITS: Final = Call("trainer.audit", audits.AuditOrder, audits.AuditOrderReply, by=_SERVER, of=_TRAINER)
 RESULTS: Final = Call("trainer.results", run.StepRequest, audits.ResultsReply, by=_SERVER, of=_TRAINER)
-AVOID: Final = Call("trainer.avoid", audits.AvoidRequest, by=_SERVER, of=_TRAINER)
 AUDIT: Final = Upload("audit.compute", audits.AuditRequest, by=_TRAINER)
 KEPT_WORK: Final = Download("audit.kept", audits.KeptWorkRequest, audits.KeptWorkReply, by=_SERVER)
 FINDINGS: Final = Call("audit.findings", audits.FindingsRequest, audits.FindingsReply, by=_SERVER)

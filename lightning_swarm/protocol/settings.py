@@ -142,7 +142,7 @@ class RunSettings(WithCompression, frozen=True):
     @property
     def goes_back(self) -> bool:
         """Return whether the run goes back to a snapshot where false work may have counted."""
-        return self.is_audited and self.on_conviction == "go_back"
+        return self.has_strangers and self.on_conviction == "go_back"
 
     @property
     def steps_to_conviction(self) -> int | None:
@@ -150,8 +150,8 @@ class RunSettings(WithCompression, frozen=True):
         return math.ceil(3 / self.audit_share) if self.audit_share else None  # because exp(-3) is 1 / 20
 
     @property
-    def is_audited(self) -> bool:
-        """Return whether servers commit to their work, and other servers recompute a share of it."""
+    def has_strangers(self) -> bool:
+        """Return whether servers are strangers: only keepers decide, and a share of the work is computed again."""
         return self.audit_share is not None
 
     def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
@@ -229,7 +229,7 @@ class RunSettings(WithCompression, frozen=True):
     def _check_robust(self) -> None:
         reasons = {
             "`deterministic=True`": (self.deterministic, "its result depends on which servers compute what"),
-            "`trust='audited'`": (self.is_audited, "audits find liars out, and check that means are true"),
+            "`trust='audited'`": (self.has_strangers, "audits find liars out, and check that means are true"),
             f"averaging {self.compression.averaging!r}": (
                 self.compression.averaging != "none",
                 "parts travel as they are",

@@ -22,7 +22,7 @@ from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import FIRST, Executor
-from lightning_swarm.server.oversight import NO_OVERSIGHT, Oversight
+from lightning_swarm.server.oversight import NO_OVERSIGHT, Overseer, Oversight
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,7 @@ class ServerContext:
     events: EventLog
     connect: Callable[[], Awaitable[None]]  # makes the run's other servers reachable
     announce: Callable[[PeerId], Awaitable[None]]  # announces the run's coordinator to later joiners
+    overseer: Overseer
     hosts: Collection[PeerId] = ()  # peers named at the start, which may end this peer while it is in no run
     tasks: TaskOwner = field(default_factory=TaskOwner)
 

@@ -20,7 +20,7 @@ from lightning_swarm.coordinator.consensus import Proposer, Voter, serve, slot_o
 from lightning_swarm.coordinator.context import CoordinatorContext, StepState
 from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.coordinator.record_check import check_record
-from lightning_swarm.coordinator.step.oversight import RunOversight, oversight_of
+from lightning_swarm.coordinator.step.oversight import RunOversight
 from lightning_swarm.coordinator.takeover import gather_step_state
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -439,7 +439,7 @@ class Leadership:
         def hand_over() -> asyncio.Task[None]:
             return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
 
-        self._oversight = oversight_of(run.manifest.settings, self._oversight)
+        self._oversight = self._membership.oversight.coordinating(self._oversight)
         context = CoordinatorContext(
             self._role, run, proposer, state, self._limits, self._events, hand_over, self._oversight
         )

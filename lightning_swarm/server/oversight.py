@@ -1,22 +1,20 @@
-"""Hooks by which other peers can check a server's work, chosen when it enters a run (`overseer`).
+"""Hooks by which other peers can check a server's work, chosen when it enters a run (`ServerContext.overseer`).
 
-The classes here are for runs that trust their servers, and do nothing. `server.audit` overrides them for audited runs.
+The classes here are for runs that trust their servers, and do nothing; runs with strangers override them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from msgspec import UNSET, UnsetType
 from torch import Tensor
 
+from lightning_swarm.coordinator.step.oversight import RunOversight
 from lightning_swarm.core.errors import NotMember, ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.task_transport import TaskTransport
-from lightning_swarm.protocol import rpc
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.run import SeatedMembers
 from lightning_swarm.protocol.messages.state import StateKind
@@ -76,7 +74,7 @@ class WorkLog:
 
     def prover(self, challenge: int, kind: StateKind) -> Callable[[Stage], bytes]:
         """Return the function that proves a stage's state to a peer that received it from another server."""
-        raise ProtocolError("only in audited runs, servers vouch for what other servers send")
+        raise ProtocolError("only in runs with strangers, servers vouch for what other servers send")
 
 
 class RoundLog:
@@ -134,28 +132,13 @@ class Oversight:
     work: WorkLog = field(default_factory=WorkLog)
     rounds: RoundLog = field(default_factory=RoundLog)
     joining: JoinChecks = field(default_factory=JoinChecks)
+    # Returns the oversight of a coordinator on this server, with the knowledge of its former one.
+    coordinating: Callable[[RunOversight], RunOversight] = lambda _: RunOversight()
 
 
 NO_OVERSIGHT: Final = Oversight()
 
-
-def overseer(
-    context: ServerContext, steps: StepHandlers, model: Callable[[], PeerModel]
-) -> Callable[[RunSettings], Oversight]:
-    """Return the function that chooses a run's hooks by its settings; without audits, their calls are refused."""
-    max_bytes = context.limits.max_message_bytes
-    role = TaskTransport(
-        context.transport,
-        [rpc.SKETCH.name, rpc.FINDINGS.name, rpc.PROJECT.name, rpc.EXAMINE.name],
-        {rpc.AUDIT.name: max_bytes, rpc.REPLACE_MEAN.name: max_bytes, rpc.KEPT_WORK.name: 0, rpc.VECTOR.name: 0},
-        idle="is in no audited run",
-        refusal=ProtocolError,
-    )
-
-    @cache  # the handlers are registered once, for all audited runs of this server
-    def audited() -> Oversight:
-        from lightning_swarm.server.audit import oversight
-
-        return oversight.audited(context, steps, model, role)
-
-    return lambda settings: audited() if settings.is_audited else NO_OVERSIGHT
+Overseer: TypeAlias = (
+    "Callable[[ServerContext, StepHandlers, Callable[[], PeerModel]], Callable[[RunSettings], Oversight]]"
+)
+"""Prepares a server's hooks, and returns the function that chooses them by a run's settings."""

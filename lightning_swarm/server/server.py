@@ -30,7 +30,6 @@ from lightning_swarm.server.gradients import WrittenByStage
 from lightning_swarm.server.handlers import ComputeHandlers
 from lightning_swarm.server.inference.handlers import SessionHandlers
 from lightning_swarm.server.inference.host import RunSessionHost
-from lightning_swarm.server.oversight import overseer
 from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
@@ -54,7 +53,7 @@ class Server:
         self.calls = ComputeHandlers(context, self.steps)
         self.steps.on_decided, self.steps.on_failed = self._on_decided, self._on_failed
         self.steps.on_fenced = self.calls.give_up
-        self.membership.oversee = overseer(context, self.steps, lambda: self.admission.model)
+        self.membership.oversee = context.overseer(context, self.steps, lambda: self.admission.model)
         self.steps.rounds.idle_link = IdleLinkWait(self.calls.under_way, timeout=context.limits.call_timeout)
         host = RunSessionHost(context.membership, self.steps)
         self.sessions = SessionHandlers(context.transport, context.executor, context.limits, context.tasks, host)

@@ -66,7 +66,7 @@ class InMemoryStrategy(_SwarmStrategy):
         unlike: Machines of other kinds, by the names of their peers.
         modify_peer: Changes each new peer before it serves; called with the peer and its name in a `FaultPlan`. The
             attributes of a peer are private and may change in any version.
-        keepers: With ``trust="audited"``: the keepers beside the trainer's peer.
+        keepers: In a run with strangers, the keepers beside the trainer's peer.
         kwargs: Arguments of `SwarmStrategy`. By default peers do not move between stages, because moves gain nothing in
             one thread.
     """

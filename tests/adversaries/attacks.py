@@ -23,7 +23,8 @@ from msgspec.structs import replace as replaced
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.protocol.messages.audits import DIGEST_BYTES, AuditFinding, StageSketch
+from lightning_swarm.protocol.messages.audits import AuditFinding, StageSketch
+from lightning_swarm.protocol.messages.step import DIGEST_BYTES
 
 _TOLERANCE: Final = 0.05  # absolute error of gradients of at most 1, which may have been encoded in 8 bits
 

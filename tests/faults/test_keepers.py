@@ -81,7 +81,9 @@ def test_a_keeper_that_serves_coordinates_for_a_starter_that_does_not() -> None:
 def test_without_a_keeper_that_serves_no_run_begins() -> None:
     with local_swarm(3, num_stages=2, trust=Trust("audited", audit_share=0.0), role="trainer") as swarm:
         trainer = swarm.trainer(max_steps=2)
-        with pytest.raises(ConfigError, match=r"an audited run is coordinated by a keeper that holds a stage.*role='"):
+        with pytest.raises(
+            ConfigError, match=r"a run with strangers is coordinated by a keeper that holds a stage.*role='"
+        ):
             trainer.fit(Net(), data())
 
 

@@ -18,10 +18,17 @@ from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
 from lightning_swarm.core.errors import Damaged, PeerError, StageLost, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, KeptWorkRequest, SketchReply, SketchRequest
+from lightning_swarm.protocol.messages.audits import KeptWorkRequest, SketchReply, SketchRequest
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, unpack, unpack_origins
 from lightning_swarm.protocol.messages.parts import ProjectReply, VectorRequest
-from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Candidate, FreezeRequest, StageLedger
+from lightning_swarm.protocol.messages.step import (
+    CLAIM_BYTES,
+    AverageReply,
+    AverageRequest,
+    Candidate,
+    FreezeRequest,
+    StageLedger,
+)
 from lightning_swarm.protocol.rpc import KEPT_WORK
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.audit import handlers

@@ -26,6 +26,7 @@ from lightning_swarm.monitor import survey
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
+from lightning_swarm.peer.oversight import overseer
 from lightning_swarm.protocol import queries, serialization
 from lightning_swarm.protocol.compression import from_message
 from lightning_swarm.protocol.events import Event, EventLog
@@ -283,6 +284,7 @@ class Swarm:
             events=EventLog(),
             connect=connect,
             announce=announce,
+            overseer=overseer,
             hosts=self._hosts,
         )
         server = Server(context, model)

@@ -10,9 +10,8 @@ from lightning_swarm.client.pipeline.recovery import GradientHolderGone
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather_bounded
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import AvoidRequest
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
-from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
+from lightning_swarm.protocol.messages.step import AvoidRequest, Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.rpc import AVOID, REPLAY
 from lightning_swarm.protocol.run_state import RunState
 

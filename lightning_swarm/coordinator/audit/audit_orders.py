@@ -16,7 +16,6 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.audits import (
-    DIGEST_BYTES,
     AuditOrder,
     AuditWork,
     FindingsRequest,
@@ -24,6 +23,7 @@ from lightning_swarm.protocol.messages.audits import (
 )
 from lightning_swarm.protocol.messages.calls import Direction, Receipt, unpack
 from lightning_swarm.protocol.messages.run import StepRequest
+from lightning_swarm.protocol.messages.step import DIGEST_BYTES
 from lightning_swarm.protocol.messages.wire import draw_challenge
 from lightning_swarm.protocol.rpc import FINDINGS, ORDER_AUDITS, RESULTS, SKETCH
 

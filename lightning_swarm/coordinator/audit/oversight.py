@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from typing_extensions import override
 
-from lightning_swarm.coordinator.audit.auditable import check_auditable, check_trains_from_the_start
+from lightning_swarm.coordinator.audit.auditable import check_trains_from_the_start
 from lightning_swarm.coordinator.audit.policy import AuditMemory
 from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.coordinator.context import CoordinatorContext
@@ -15,7 +15,7 @@ from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.oversight import RunOversight
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Manifest, StageManifest, StepChange
+from lightning_swarm.protocol.messages.run import StageManifest, StepChange
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.queries import in_turn
 from lightning_swarm.protocol.run_state import RunState
@@ -27,6 +27,11 @@ class RunAudits(RunOversight):
     def __init__(self, memory: AuditMemory | None = None) -> None:
         self.memory = memory or AuditMemory()
         self.convicted = self.memory.convicted
+
+    @classmethod
+    def after(cls, former: RunOversight) -> RunAudits:
+        """Return the audits of a new coordinator on a peer, with the knowledge of its former ones, if any."""
+        return former.following() if isinstance(former, RunAudits) else cls()
 
     @override
     def following(self) -> RunAudits:
@@ -44,10 +49,6 @@ class RunAudits(RunOversight):
         self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
     ) -> StepAudits:
         return StepAudits(context, servers, step, trained, self.memory)
-
-    @override
-    def allow_run(self, manifest: Manifest) -> None:
-        check_auditable(manifest)
 
     @override
     def allow_change(self, change: StepChange, stages: Sequence[StageManifest]) -> None:

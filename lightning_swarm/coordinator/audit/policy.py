@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import CLAIM_BYTES, DIGEST_BYTES
 from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.step import CLAIM_BYTES, DIGEST_BYTES
 
 PROBATION: Final = 20  # steps in which all of a new server's work is audited
 WATCHED_STEPS: Final = 100  # steps of full audits after a silence, or if a peer of the same invitation is convicted

@@ -46,10 +46,9 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.mean_projections import sum_dtype
-from lightning_swarm.protocol.messages.audits import unpack_order
 from lightning_swarm.protocol.messages.calls import Direction, Receipt
 from lightning_swarm.protocol.messages.run import Selection
-from lightning_swarm.protocol.messages.step import AverageReply, Closing
+from lightning_swarm.protocol.messages.step import AverageReply, Closing, unpack_order
 from lightning_swarm.protocol.messages.wire import draw_challenge
 
 _log = logging.getLogger(__name__)

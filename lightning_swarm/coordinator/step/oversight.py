@@ -1,6 +1,6 @@
 """The interface by which the coordinator has servers' work examined; the implementation here accepts all work.
 
-`coordinator.audit` has the other one, and is imported only if a run's settings ask for audits.
+Runs with strangers override it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from lightning_swarm.coordinator.step.open_step import OpenStep, add_up
 from lightning_swarm.coordinator.step.replay_plan import Ledgers, ReplayPlan, ServerLedger
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Manifest, Selection, StageManifest, StepChange
+from lightning_swarm.protocol.messages.run import Selection, StageManifest, StepChange
 from lightning_swarm.protocol.messages.step import AverageReply, Closing, Record
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.protocol.settings import RunSettings
 
 if TYPE_CHECKING:  # both modules need the interface
     from lightning_swarm.coordinator.context import CoordinatorContext
@@ -112,9 +111,6 @@ class RunOversight:
         """Return the oversight of a step, which trains these parameters."""
         return StepOversight()
 
-    def allow_run(self, manifest: Manifest) -> None:
-        """Raise ConfigError if work could not be examined in a run."""
-
     def allow_change(self, change: StepChange, stages: Sequence[StageManifest]) -> None:
         """Raise ConfigError if work could not be examined after a change."""
 
@@ -131,12 +127,3 @@ class RunOversight:
 
     def note_committed(self, record: Record) -> None:
         """Record that a step is decided."""
-
-
-def oversight_of(settings: RunSettings, former: RunOversight | None = None) -> RunOversight:
-    """Return the oversight that a run's settings require, with the knowledge of this peer's `former` one, if any."""
-    if not settings.is_audited:
-        return RunOversight()
-    from lightning_swarm.coordinator.audit.oversight import RunAudits
-
-    return former.following() if isinstance(former, RunAudits) else RunAudits()

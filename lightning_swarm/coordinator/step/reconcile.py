@@ -36,10 +36,9 @@ from lightning_swarm.coordinator.step.step_servers import StepServers
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import NotMember, PeerError, ProtocolError, StageLost, StepError, SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import AvoidRequest
 from lightning_swarm.protocol.messages.calls import Receipt, pack, pack_origins, to_runs
 from lightning_swarm.protocol.messages.run import HeldSnapshot, Member, Selection, first_trained, trained_names
-from lightning_swarm.protocol.messages.step import Closing, FreezeReply, FreezeRequest, NamedReceipts
+from lightning_swarm.protocol.messages.step import AvoidRequest, Closing, FreezeReply, FreezeRequest, NamedReceipts
 from lightning_swarm.protocol.messages.wire import draw_challenge, from_bitmap
 from lightning_swarm.protocol.rpc import AVOID
 

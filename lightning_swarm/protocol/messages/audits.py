@@ -7,12 +7,10 @@ commit to their claims before the work to audit is drawn.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import (
     MAX_RECEIPTS,
@@ -23,6 +21,8 @@ from lightning_swarm.protocol.messages.calls import (
     Receipt,
     Receipts,
 )
+from lightning_swarm.protocol.messages.parts import Sketch
+from lightning_swarm.protocol.messages.step import DIGEST_BYTES, Claims, SumDigest
 from lightning_swarm.protocol.messages.wire import (
     Challenge,
     Count,
@@ -33,41 +33,7 @@ from lightning_swarm.protocol.messages.wire import (
     WireMessage,
 )
 
-DIGEST_BYTES: Final = 32
-CLAIM_BYTES: Final = 4 * DIGEST_BYTES
-"""Bytes of a claim: the digests of a microbatch's input, output, output's gradient and input's gradient."""
-
-ORDER_BYTES: Final = 4
-"""Bytes of a microbatch's place in the order in which a server added gradients."""
-
-SKETCH_LENGTH: Final = 64
 _MAX_WORK: Final = 1 << 16
-
-Sketch = Annotated[list[float], msgspec.Meta(min_length=SKETCH_LENGTH, max_length=SKETCH_LENGTH)]
-Claims = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * CLAIM_BYTES)]
-AddingOrder = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * ORDER_BYTES)]
-SumDigest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-
-
-def pack_order(receipts: Iterable[Receipt]) -> bytes:
-    """Pack the order of distinct receipts as their indices in the sorted list, four bytes each."""
-    ordered = list(receipts)
-    indices = {receipt: index for index, receipt in enumerate(sorted(ordered))}
-    return b"".join(indices[receipt].to_bytes(ORDER_BYTES, "little") for receipt in ordered)
-
-
-def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
-    """Return receipts in their packed order; raise `ProtocolError` unless it is a permutation of them."""
-    known = sorted(receipts)
-    indices = [
-        int.from_bytes(packed[begin : begin + ORDER_BYTES], "little") for begin in range(0, len(packed), ORDER_BYTES)
-    ]
-    if len(packed) != ORDER_BYTES * len(known) or sorted(indices) != list(range(len(known))):
-        raise ProtocolError(
-            f"an order of {len(known)} microbatches names each of their indices once in {ORDER_BYTES} "
-            f"bytes, got {len(packed)} bytes"
-        )
-    return [known[index] for index in indices]
 
 
 class SketchRequest(WireMessage, frozen=True):
@@ -83,7 +49,7 @@ class StageSketch(WireMessage, frozen=True):
     """A sketch of one stage's sum."""
 
     stage_index: Count
-    values: Sketch  # see `model.sketch.project`
+    values: Sketch  # see `server.audit.sketch.project`
 
 
 class SketchReply(WireMessage, frozen=True):
@@ -217,13 +183,3 @@ class ResultsReply(WireMessage, frozen=True):
 
     results: Annotated[list[GivenResults], msgspec.Meta(max_length=1 << 13)]
     replaced: Annotated[list[ReplacedServer], msgspec.Meta(max_length=1 << 13)]
-
-
-class AvoidRequest(WireMessage, frozen=True):
-    """The coordinator notifies a trainer of servers that take no part in a step any more."""
-
-    generation: Count
-    step: Count
-    peers: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]
-    lost: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # all servers without which the step continues
-    reason: ShortText

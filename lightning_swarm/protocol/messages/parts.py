@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import Sketch, SumDigest
-from lightning_swarm.protocol.messages.step import Closing, PartDigests
+from lightning_swarm.protocol.messages.step import Closing, PartDigests, SumDigest
 from lightning_swarm.protocol.messages.wire import Challenge, Count, WireMessage
 
+SKETCH_LENGTH: Final = 64
+Sketch = Annotated[list[float], msgspec.Meta(min_length=SKETCH_LENGTH, max_length=SKETCH_LENGTH)]
 _Numbers = Annotated[list[float], msgspec.Meta(max_length=1 << 16)]
 
 
@@ -82,7 +83,7 @@ class ExamineRequest(WireMessage, frozen=True):
     answers: dict[PeerId, PartProjections]  # projections of all members
     commitments: dict[PeerId, SumDigest]  # BLAKE3 of the members' frozen sums
     drawn: list[PeerId] | None  # members whose sums are compared; None: all, and their mean is computed
-    # Sketches that members reported when their sums were audited.
+    # Sketches that members reported when their sums were examined.
     told: dict[PeerId, list[ReportedSketch]] = msgspec.field(default_factory=dict)
 
 

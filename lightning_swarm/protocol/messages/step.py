@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import AddingOrder, Claims, SumDigest
-from lightning_swarm.protocol.messages.calls import Origins, Receipt, Receipts, Run, to_ranges
+from lightning_swarm.protocol.messages.calls import MAX_RECEIPTS, Origins, Receipt, Receipts, Run, to_ranges
 from lightning_swarm.protocol.messages.reports import EventCounts
 from lightning_swarm.protocol.messages.run import (
     Bans,
@@ -68,7 +69,7 @@ class FreezeRequest(WireMessage, frozen=True):
     round: Count = 0  # rises with each request of a step, so that a late request is refused
     named: list[NamedReceipts] | None = None  # one entry per stage of this server
     struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
-    # An unpredictable number under which all weights are hashed, in audited runs or if a server joins; 0: a quick hash.
+    # An unpredictable number under which weights are hashed, if servers are strangers or one joins; 0: a quick hash.
     challenge: Challenge = 0
     expected: Closing | None = None  # the expected closing, with which the server begins to average at once
     each_tensor: bool = False  # replicas differ, so also send a hash of each tensor
@@ -105,7 +106,38 @@ class ReceiptsReply(WireMessage, frozen=True):
     stages: list[StageReceipts]
 
 
+DIGEST_BYTES: Final = 32
+CLAIM_BYTES: Final = 4 * DIGEST_BYTES
+"""Bytes of a claim: the digests of a microbatch's input, output, output's gradient and input's gradient."""
+
+ORDER_BYTES: Final = 4
+"""Bytes of a microbatch's place in the order in which a server added gradients."""
+
+Claims = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * CLAIM_BYTES)]
+AddingOrder = Annotated[bytes, msgspec.Meta(max_length=MAX_RECEIPTS * ORDER_BYTES)]
+SumDigest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 PartDigests = Annotated[list[SumDigest], msgspec.Meta(max_length=1 << 12)]
+
+
+def pack_order(receipts: Iterable[Receipt]) -> bytes:
+    """Pack the order of distinct receipts as their indices in the sorted list, four bytes each."""
+    ordered = list(receipts)
+    indices = {receipt: index for index, receipt in enumerate(sorted(ordered))}
+    return b"".join(indices[receipt].to_bytes(ORDER_BYTES, "little") for receipt in ordered)
+
+
+def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
+    """Return receipts in their packed order; raise `ProtocolError` unless it is a permutation of them."""
+    known = sorted(receipts)
+    indices = [
+        int.from_bytes(packed[begin : begin + ORDER_BYTES], "little") for begin in range(0, len(packed), ORDER_BYTES)
+    ]
+    if len(packed) != ORDER_BYTES * len(known) or sorted(indices) != list(range(len(known))):
+        raise ProtocolError(
+            f"an order of {len(known)} microbatches names each of their indices once in {ORDER_BYTES} "
+            f"bytes, got {len(packed)} bytes"
+        )
+    return [known[index] for index in indices]
 
 
 class StageLedger(WireMessage, frozen=True):
@@ -122,10 +154,10 @@ class StageLedger(WireMessage, frozen=True):
     lacks_memory: bool = False  # the latest microbatches did not fit into its memory
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
     tensors: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of each tensor, if asked for
-    # Only in audited runs: the claim of each microbatch, see `CLAIM_BYTES`, in the order of the receipts.
+    # The server's commitments to its work, if servers are strangers. Claims are in the order of the receipts.
     claims: Claims | msgspec.UnsetType = msgspec.UNSET
-    sum_digest: SumDigest | msgspec.UnsetType = msgspec.UNSET  # BLAKE3 of the sum; only in audited runs
-    order: AddingOrder | msgspec.UnsetType = msgspec.UNSET  # order of adding the microbatches; only in audited runs
+    sum_digest: SumDigest | msgspec.UnsetType = msgspec.UNSET  # BLAKE3 of the sum
+    order: AddingOrder | msgspec.UnsetType = msgspec.UNSET  # order of adding the microbatches
 
 
 class FreezeReply(WireMessage, frozen=True):
@@ -160,6 +192,16 @@ class ReplayReply(WireMessage, frozen=True):
 
     lost: list[Receipt]  # microbatches without a copy at the trainer (any more), or with unreachable holders
     unreached: list[PeerId]  # holders that did not add their microbatches, as far as the trainer knows
+
+
+class AvoidRequest(WireMessage, frozen=True):
+    """The coordinator notifies a trainer of servers that take no part in a step any more."""
+
+    generation: Count
+    step: Count
+    peers: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]
+    lost: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # all servers without which the step continues
+    reason: ShortText
 
 
 class Closing(WireMessage, frozen=True):
@@ -267,8 +309,8 @@ class Record(WireMessage, frozen=True):
     # Snapshots ordered by earlier records, as most servers of their stages took them; unset: none is new.
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
     keepers: Keepers = msgspec.UNSET  # newcomers that are keepers; unset: none
-    convicted: Convictions = msgspec.UNSET  # peers convicted by the audits of this step; unset: none
-    # Unaudited work of a convicted peer counted in earlier steps, so the lead rolls the run back to before them.
+    convicted: Convictions = msgspec.UNSET  # peers convicted in this step; unset: none
+    # Work of a convicted peer counted in earlier steps, so the lead rolls the run back to before them.
     goes_back: bool | msgspec.UnsetType = msgspec.UNSET
     # Stages that step their optimizer by arithmetic that all machines round alike, because theirs round differently.
     portable: Annotated[list[Count], msgspec.Meta(max_length=1 << 12)] | msgspec.UnsetType = msgspec.UNSET

@@ -190,7 +190,7 @@ class AuditHandlers:
             key.step not in run.open_steps
             or not key.adds
             or not request.mode.grad
-            or not run.manifest.settings.is_audited
+            or not run.manifest.settings.has_strangers
         ):
             raise ProtocolError(f"an audit looks into a microbatch of an open step of an audited run, got {key}")
         stage = await self._stage_for(request)

@@ -113,7 +113,7 @@ class MeanChecks:
         """Return the result of a round; refuse any caller but the coordinator, and a round that is not held here."""
         self._sums.check(caller, closing.generation, closing.step)
         self._sums.check_frozen(closing)
-        if not self._sums.run.manifest.settings.is_audited:  # a former run was
+        if not self._sums.run.manifest.settings.has_strangers:  # a former run was
             raise ProtocolError("the sums and means of this run are not checked: its `trust` is not 'audited'")
         return self._rounds.held(closing)
 

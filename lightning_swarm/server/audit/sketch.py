@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.model.random.keyed_stream import bits, key_seed
-from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
+from lightning_swarm.protocol.messages.parts import SKETCH_LENGTH
 
 _SLICE: Final = 1 << 20  # elements that are projected at once; a multiple of the buckets and of the bits of a word
 _WORD: Final = 32  # bits of a drawn number, each of which gives one sign

@@ -9,10 +9,9 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.protocol.messages.audits import pack_order
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 from lightning_swarm.protocol.messages.state import StateKind
-from lightning_swarm.protocol.messages.step import StageLedger
+from lightning_swarm.protocol.messages.step import StageLedger, pack_order
 from lightning_swarm.protocol.serialization import Tree
 from lightning_swarm.server.activation_cache import CachedForward
 from lightning_swarm.server.audit.borrowed import BorrowedStages

@@ -34,7 +34,7 @@ from tests.unit.swarm import LEAD as TRAINER
 from tests.unit.swarm import TIMEOUTS, Swarm, rows
 
 A, B, C, D, K = map(PeerId, "abcdk")
-ONLY = "in an audited run only keepers vote, coordinate and lead"
+ONLY = "in a run with strangers only keepers vote, coordinate and lead"
 REMEDY = rf"{ONLY}, and a majority of the voters must be alive.*lightning-swarm invite --role keeper"
 LIMITS = Limits(call_timeout=30.0, silence_timeout=10.0, stage_timeout=600.0)
 
@@ -133,7 +133,7 @@ def test_what_another_server_asks_of_keepers_is_refused_and_changes_nothing(
             (PREPARE.name, replaced(prepare, fence=True)),
             (PROPOSE.name, proposal),
         ):
-            with pytest.raises(ProtocolError, match="in an audited run by its keepers, not by b"):
+            with pytest.raises(ProtocolError, match="with strangers by its keepers, not by b"):
                 call(swarm, B, peer, method, message)
         with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
             call(swarm, B, peer, LEAD.name, leading)
@@ -262,7 +262,7 @@ def test_a_record_names_newcomers_alone_as_keepers_and_only_where_they_decide(ma
             check_record(run, wrong)
     swarm = make_swarm("a b c", "d b c")
     record = swarm.run(step(swarm, 0))
-    with pytest.raises(ProtocolError, match="only in an audited run"):
+    with pytest.raises(ProtocolError, match="only in a run with strangers"):
         check_record(RunState(swarm.manifest), replaced(record, newcomers=[newcomer], keepers=[K]))
 
 
@@ -280,7 +280,7 @@ def test_a_run_is_begun_by_keepers_or_refused(make_swarm: MakeSwarm) -> None:
         (replaced(plain, keepers=[TRAINER, A]), TRAINER),  # not audited
     ]
     for one, caller in wrong:
-        with pytest.raises(ProtocolError, match="an audited run must name its keepers, and only they may"):
+        with pytest.raises(ProtocolError, match="a run with strangers must name its keepers, and only they may"):
             me.check_admits(caller, one)
 
 
@@ -352,7 +352,7 @@ def test_a_joiner_believes_keepers_alone(make_swarm: MakeSwarm, caplog: pytest.L
 
     with caplog.at_level(logging.INFO):
         swarm.run(enter())
-    assert "only a keeper may show an audited run to joining peers, and b is none of its keepers" in caplog.text
+    assert "only a keeper may show a run with strangers to joining peers, and b is none of its keepers" in caplog.text
     assert server.membership.is_member
 
 

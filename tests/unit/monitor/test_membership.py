@@ -88,7 +88,7 @@ def test_a_trainer_that_dies_with_its_stage_makes_one_line() -> None:
 def test_a_convicted_server_did_not_die() -> None:
     convicted = [Conviction(peer=PeerId("b"), reason="its sums are false")]
     (line,) = Membership(run("ab"), {}).follow(after(left={"b": 0}, absent="b", convicted=convicted), run("ab"))
-    assert line.text == "Peer b was convicted by an audit: stage 0 has 1 server left, 1 peer in all"
+    assert line.text == "Peer b was convicted of false work: stage 0 has 1 server left, 1 peer in all"
     assert line.level == logging.WARNING
 
 

@@ -19,8 +19,8 @@ from lightning_swarm.coordinator.audit.disputes import (
 from lightning_swarm.coordinator.audit.policy import StageProjection, Tolerance, WorkClaim
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import pack_order, unpack_order
 from lightning_swarm.protocol.messages.calls import Origin, Receipt
+from lightning_swarm.protocol.messages.step import pack_order, unpack_order
 
 RECEIPTS: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
 CLAIMS = {receipt: WorkClaim(b"in", b"out", b"dout", b"din") for receipt in RECEIPTS}

@@ -13,9 +13,6 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.access import Rpc
 from lightning_swarm.protocol.messages.audits import (
-    CLAIM_BYTES,
-    DIGEST_BYTES,
-    SKETCH_LENGTH,
     AuditFinding,
     FindingsReply,
     FindingsRequest,
@@ -24,6 +21,8 @@ from lightning_swarm.protocol.messages.audits import (
     StageSketch,
 )
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts
+from lightning_swarm.protocol.messages.parts import SKETCH_LENGTH
+from lightning_swarm.protocol.messages.step import CLAIM_BYTES, DIGEST_BYTES
 from lightning_swarm.protocol.rpc import FINDINGS, SKETCH
 
 A, B = PeerId("a"), PeerId("b")

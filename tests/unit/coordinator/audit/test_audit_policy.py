@@ -36,8 +36,8 @@ from lightning_swarm.coordinator.audit.policy import (
 )
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.audits import CLAIM_BYTES
 from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.step import CLAIM_BYTES
 from lightning_swarm.server.audit.handlers import magnitude_of
 from lightning_swarm.server.audit.sketch import project
 

@@ -217,7 +217,7 @@ def test_what_no_record_may_say_of_convictions_is_refused(make_swarm: MakeSwarm,
 def test_where_nothing_is_audited_nobody_is_convicted(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b c", "d b c")
     record = swarm.run(step(swarm, 0))
-    with pytest.raises(ProtocolError, match="only an audited run may convict peers"):
+    with pytest.raises(ProtocolError, match="only a run with strangers may convict peers"):
         check_record(
             RunState(swarm.manifest), replaced(record, convicted=[Conviction(peer=PeerId("z"), reason=REASON)])
         )

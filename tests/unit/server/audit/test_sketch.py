@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_swarm.protocol.messages.audits import SKETCH_LENGTH
+from lightning_swarm.protocol.messages.parts import SKETCH_LENGTH
 from lightning_swarm.server.audit.sketch import project
 
 LENGTH = (1 << 20) + 4099  # more than one slice, and no multiple of anything
