@@ -65,7 +65,7 @@ def standing_of(strategy: InMemoryStrategy) -> Standing:
     """Return what the run's coordinator knows of its servers from audits."""
     server = strategy.peers[0].server
     assert server is not None
-    coordinator = server.admission.leadership.coordinator
+    coordinator = server.admission.election.coordinator
     assert coordinator is not None
     memory: AuditMemory = getattr(
         coordinator.generation.context.oversight, "memory", AuditMemory()

@@ -273,7 +273,7 @@ class _Watch(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         server = self._strategy.peers[0].server
         assert server is not None
-        if (coordinator := server.admission.leadership.coordinator) is not None:
+        if (coordinator := server.admission.election.coordinator) is not None:
             # A run without audits has no memory.
             self.memory = getattr(coordinator.generation.context.oversight, "memory", self.memory)
 

@@ -114,7 +114,7 @@ class CoordinatorCalls:
         else:
             await self._follow([term])
         if self._run.term != term:
-            raise NotCoordinator(f"the run is led under the term {self._run.term}, not {term}")
+            raise NotCoordinator(f"the run is coordinated under the term {self._run.term}, not {term}")
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         answered_s = now_s()  # when any server last answered

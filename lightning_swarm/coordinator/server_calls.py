@@ -276,8 +276,8 @@ class ServerCalls:
             return await ask()
         except NotCoordinator:
             run = self._run
-            leading = CoordinatorTerm(term=self._term, generation=run.manifest.generation, version=run.version)
-            await rpc.LEAD.ask(self._transport, peer, leading, timeout=self._timeout)
+            announced = CoordinatorTerm(term=self._term, generation=run.manifest.generation, version=run.version)
+            await rpc.ANNOUNCE_TERM.ask(self._transport, peer, announced, timeout=self._timeout)
             return await ask()
 
 

@@ -135,7 +135,7 @@ class MembershipLifecycle:
         """Report that a record left this server out; raise `Unreachable` if that has happened too often."""
         reason = "a record left this peer out, which did not answer; it joins again"
         step = self._server.membership.run.version
-        if difference := printable(self._server.admission.leadership.left_out_because):
+        if difference := printable(self._server.admission.election.left_out_because):
             reason = f"a record left this peer out, whose weights differ; it joins again: {difference}"
             say(
                 f"Run {self._run_id!r} goes on without this peer from step {step} on. {difference} It downloads the "
@@ -235,7 +235,7 @@ class MembershipLifecycle:
                 if await self._leave(say):
                     return "left"
                 continue
-            behind = admission.leadership.behind
+            behind = admission.election.behind
             changes = (admission.left, self._leaving, admission.moves, admission.inherits)
             await first_of(*(event.wait() for event in changes), behind.wait(), timeout=_LOOK_S)
             behind.clear()
@@ -352,7 +352,7 @@ class MembershipLifecycle:
                     "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
                 )
             try:
-                await admission.leadership.abdicate()  # no effect unless this server coordinates
+                await admission.election.abdicate()  # no effect unless this server coordinates
                 only_here = await self._drain(admission.membership.run.coordinator)
             # The coordinator may be gone, and another peer takes over. Or it has removed this server by a record that
             # has not arrived here.

@@ -244,7 +244,7 @@ KEPT_WORK: Final = Download("audit.kept", audits.KeptWorkRequest, audits.KeptWor
 FINDINGS: Final = Call("audit.findings", audits.FindingsRequest, audits.FindingsReply, by=_SERVER)
 
 # Coordinators.
-LEAD: Final = Call("run.lead", run.CoordinatorTerm, run.CoordinatorTerm, by=_SERVER)
+ANNOUNCE_TERM: Final = Call("run.lead", run.CoordinatorTerm, run.CoordinatorTerm, by=_SERVER)
 WATCH: Final = Call("run.watch", run.WatchRequest, run.WatchReply, by=_SERVER)
 PULL: Final = Call("run.pull", run.StepRequest, step.Record, by=_SERVER)
 TAKE_OVER: Final = Call("run.take_over", run.CoordinatorTerm, by=_SERVER)

@@ -303,8 +303,8 @@ class RunState:
         if caller == self.coordinator:
             return
         if caller in self.servers:
-            raise NotCoordinator(f"steps are led by the coordinator {self.coordinator} ({self.term}), not by {caller}")
-        raise ProtocolError(f"steps are led by the coordinator {self.coordinator}, not by {caller}")
+            raise NotCoordinator(f"the run is coordinated by {self.coordinator} ({self.term}), not by {caller}")
+        raise ProtocolError(f"the run is coordinated by {self.coordinator}, not by {caller}")
 
     def enter_generation(self, request: RestartRequest) -> None:
         """Enter the next generation of the run, at its first step, with the members that the lead knows."""

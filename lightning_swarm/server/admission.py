@@ -26,7 +26,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.rpc import ADMIT, BREAK_OFF, INHERIT, LEADS, LEAVE, VIEW
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
-from lightning_swarm.server.election import Leadership
+from lightning_swarm.server.election import Election
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -55,7 +55,7 @@ class Admission:
         self.inherits = asyncio.Event()  # this peer must roll the run back in place of its lead
         self.inherits_at = 0  # the step to which it rolls back
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
-        self.leadership = Leadership(context, steps, self.left)
+        self.election = Election(context, steps, self.left)
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         ADMIT.serve(context.transport, self._handle_admit)
         LEAVE.serve(context.transport, self._handle_leave, admit=self.membership.check_ended_by)
@@ -99,7 +99,7 @@ class Admission:
         """Follow a run's records, as a member or before that."""
         self.membership.enter_run(run, {stage.index})
         self._steps.enter_run({stage.index: stage})
-        await self.leadership.follow(run)
+        await self.election.follow(run)
         self.ready.set()
 
     async def step_out(self) -> None:
@@ -108,7 +108,7 @@ class Admission:
         self.target = None
         self.moves.clear()
         self.ready.clear()
-        await self.leadership.step_out()
+        await self.election.step_out()
 
     async def _handle_admit(self, caller: PeerId, manifest: Manifest) -> None:
         """Enter a run at its beginning, with the stages that its manifest assigns to this server."""
@@ -119,7 +119,7 @@ class Admission:
             await self._connect()
             self.membership.enter_run(RunState(manifest))
             self._steps.enter_run(stages)
-            await self.leadership.enter_run(self.membership.run)
+            await self.election.enter_run(self.membership.run)
 
     def on_record(self, record: Record) -> None:
         """Note whether an applied record moves this server to another stage."""

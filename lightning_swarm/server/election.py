@@ -2,9 +2,9 @@
 
 Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank: the first that gets
 promises from a majority coordinates, under a term higher than all before. A voter promises only if it misses the
-coordinator itself, or if the coordinator hands over. The other servers learn the term by LEAD, or from any server. They
-follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but only one of them
-gets votes, and the other steps down when it learns the higher term.
+coordinator itself, or if the coordinator hands over. The other servers learn the term by ANNOUNCE_TERM, or from any
+server. They follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but
+only one of them gets votes, and the other steps down when it learns the higher term.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.run import NO_TERM, CoordinatorTerm, StepRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.queries import GRACE_S, ask_servers, find_promised, is_superseded
-from lightning_swarm.protocol.rpc import APPLY, LEAD, METRICS, PULL, RPCS, TAKE_METRICS, TAKE_OVER, WATCH, Call
+from lightning_swarm.protocol.rpc import ANNOUNCE_TERM, APPLY, METRICS, PULL, RPCS, TAKE_METRICS, TAKE_OVER, WATCH, Call
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import ServerContext
 from lightning_swarm.server.step_handlers import StepHandlers
@@ -44,7 +44,7 @@ _MAX_HOLD_S: Final = 60.0  # longest wait of one WATCH call
 _RANKS_PER_SILENCE: Final = 5  # voters that get their turn to take over, one after another, in a silence timeout
 
 
-class Leadership:
+class Election:
     """Watches the coordinator of this server's run, and coordinates itself when it is elected."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers, over: asyncio.Event) -> None:
@@ -69,7 +69,7 @@ class Leadership:
         self.coordinator: Coordinator | None = None  # set while this server coordinates
         self.left_out_because = ""  # how the weights here differ, if the newest record excludes this server
         self.behind = asyncio.Event()  # a record could not be fetched: it may have left this server out
-        LEAD.serve(transport, self._handle_term)
+        ANNOUNCE_TERM.serve(transport, self._handle_term)
         WATCH.serve(transport, self._handle_watch)
         PULL.serve(transport, self._handle_pull)
         TAKE_OVER.serve(transport, self._handle_take_over)
@@ -146,7 +146,9 @@ class Leadership:
         run.electorate.check_decides(caller, "coordinate")
         run.check_generation(announced.generation)
         if announced.term < run.term:
-            raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {announced.term}")
+            raise NotCoordinator(
+                f"the run is coordinated under the term {run.term}, which is higher than {announced.term}"
+            )
         await self._follow_promised(run, [announced.term])
         if run.term < announced.term:
             raise ProtocolError(
@@ -458,7 +460,7 @@ class Leadership:
         announced = CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version)
 
         async def announce(peer: PeerId) -> None:
-            answer = await LEAD.ask(self._transport, peer, announced, timeout=self._limits.silence_timeout)
+            answer = await ANNOUNCE_TERM.ask(self._transport, peer, announced, timeout=self._limits.silence_timeout)
             if run.newest is not None and answer.version == run.newest.step:
                 # The peer missed the newest record.
                 await APPLY.ask(self._transport, peer, run.newest, timeout=self._limits.call_timeout)

@@ -298,7 +298,7 @@ class GradientSums:
         run = self.run
         run.check_generation(request.generation)
         if term != run.term:  # another server coordinates by now
-            raise NotCoordinator(f"the run is led under the term {run.term} by now, not {term}")
+            raise NotCoordinator(f"the run is coordinated under the term {run.term} by now, not {term}")
         here, asked = (self.version, self.next.round), (request.step, request.round)
         if asked[0] != here[0] or asked[1] < here[1]:
             raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")

@@ -62,7 +62,7 @@ class Server:
         self.snapshots = Snapshots(context, self.steps)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
         StateHandlers(context, self.steps, on_loaded=self.admission.note_loaded)
-        self.voter = self.admission.leadership.voter
+        self.voter = self.admission.election.voter
         rpc.RESTART.serve(context.transport, self._handle_restart)
         rpc.RELEASE.serve(context.transport, self._handle_release)
 
@@ -74,7 +74,7 @@ class Server:
         """Stop computing; raise the error of a task of this server, if any."""
         self.calls.close()
         try:
-            await self.admission.leadership.close()
+            await self.admission.election.close()
         finally:
             self._executor.close()
             self.snapshots.discard()
@@ -156,7 +156,7 @@ class Server:
         async with self.admission.transition:
             old = self.membership.run.manifest.generation
             self.membership.enter_generation(caller, request)
-            await self.admission.leadership.enter_generation()
+            await self.admission.election.enter_generation()
             await self.calls.under_way.abort_all()
             self.calls.discard_results(f"g{old}.")
             self.sessions.discard()
@@ -180,7 +180,7 @@ class Server:
         _log.error("This server leaves the run: %s", failure)
         self.admission.failure = failure
         self._tasks.spawn(self.step_out())
-        self.admission.leadership.behind.set()  # wakes the task that waits for this server's end
+        self.admission.election.behind.set()  # wakes the task that waits for this server's end
 
 
 async def _awaited(done: asyncio.Future[Any]) -> None:

@@ -663,8 +663,8 @@ class FaultySwarm(Swarm):
             }
             if server.calls.cache.used_bytes:
                 left[f"{name}'s cache, in bytes"] = server.calls.cache.used_bytes
-            if server.admission.leadership.coordinator is not None:
-                tasks = tasks_of(server.admission.leadership.coordinator.generation.context.tasks._tasks)
+            if server.admission.election.coordinator is not None:
+                tasks = tasks_of(server.admission.election.coordinator.generation.context.tasks._tasks)
                 # It monitors the lead until it is notified of the run's end.
                 left[f"{name}'s coordinator's tasks"] = [one for one in tasks if "_replace_lead_or_end" not in one]
         for name, trainer in self.trainers.items():

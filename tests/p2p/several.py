@@ -152,7 +152,7 @@ class Watch(Losses):
         assert strategy.peer is not None
         assert strategy.peer.server is not None
         runtime = strategy.peer.runtime
-        coordinator = strategy.peer.server.admission.leadership.coordinator
+        coordinator = strategy.peer.server.admission.election.coordinator
         assert coordinator is not None
         enrolment = coordinator.generation.trainers.membership
 
@@ -202,7 +202,7 @@ class Gate:
         peer = self._strategy.peer
         assert peer is not None
         assert peer.server is not None
-        coordinator = peer.server.admission.leadership.coordinator
+        coordinator = peer.server.admission.election.coordinator
         if coordinator is not None and peer.runtime.run(_changes_members(coordinator)):
             let_go(self._folder, step)
         if self._strategy.is_global_zero and not self._note(step):

@@ -189,7 +189,7 @@ def wait_for_joiner(trainer: L.Trainer) -> None:
     peer = trainer.strategy.peer
     assert peer is not None
     assert peer.server is not None
-    coordinator = peer.server.admission.leadership.coordinator
+    coordinator = peer.server.admission.election.coordinator
     assert coordinator is not None
     print("waiting for a joiner", flush=True)
     wait_until(

@@ -137,7 +137,7 @@ class Returning(L.Callback):
         again, own = (self.swarm().strategies[name].peer for name in ("again", "standby-0"))
         if again is None or again.server is None or own is None or own.server is None:
             return False
-        coordinator = own.server.admission.leadership.coordinator
+        coordinator = own.server.admission.election.coordinator
         waiting = {} if coordinator is None else coordinator.generation.server_membership._waiting
         return again.server.membership.is_member or any(one.ready for one in waiting.values())
 

@@ -92,7 +92,7 @@ class Several(DigitsMLP):
         """Wait until the other trainers have filled a step without the current batch."""
         server = self.seen.peers[0].server
         assert server is not None
-        coordinator, until_s = server.admission.leadership.coordinator, time.monotonic() + 0.3
+        coordinator, until_s = server.admission.election.coordinator, time.monotonic() + 0.3
         assert coordinator is not None
         self.seen.wait_for(lambda: coordinator.generation.step_state.open.ready or time.monotonic() >= until_s)
 
@@ -517,7 +517,7 @@ class Awaiting(L.Callback):
         assert isinstance(strategy, ThreadStrategy)
         assert strategy.peer is not None
         assert strategy.peer.server is not None
-        coordinator = strategy.peer.server.admission.leadership.coordinator
+        coordinator = strategy.peer.server.admission.election.coordinator
         waiting = [] if coordinator is None else coordinator.generation.trainers.membership.waiting
         return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 

@@ -194,7 +194,7 @@ class Eager(L.Callback):
         strategy: Any = trainer.strategy
         assert isinstance(pl_module, Watching)
         pl_module.seen.wait_for(
-            lambda: strategy.peer.server.admission.leadership.coordinator.generation.step_state.open.ready
+            lambda: strategy.peer.server.admission.election.coordinator.generation.step_state.open.ready
         )
 
 
@@ -256,7 +256,7 @@ class WithdrawsLast(Watching):
         self.seen.withdrawn.add(place_of(self))
         self.seen.wait_for(
             lambda: (
-                lead.peer.server.admission.leadership.coordinator.generation.trainers.lead._permitted_until is not None
+                lead.peer.server.admission.election.coordinator.generation.trainers.lead._permitted_until is not None
             )
         )
         self.trainer.should_stop = True

@@ -34,7 +34,7 @@ def server_of_lead(seen: Seen) -> Server | None:
 def enrolment(seen: Seen) -> TrainerMembership:
     server = server_of_lead(seen)
     assert server is not None
-    coordinator = server.admission.leadership.coordinator
+    coordinator = server.admission.election.coordinator
     assert coordinator is not None
     return coordinator.generation.trainers.membership
 

@@ -105,9 +105,7 @@ def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
     pinned_from = session.version, place_of(seen.modules[RANK])[1]
 
     async def freezing(caller: PeerId, body: bytes) -> bytes:
-        role = next(
-            peer for peer in seen.peers if peer.transport is coordinator
-        ).server.admission.leadership.coordinator
+        role = next(peer for peer in seen.peers if peer.transport is coordinator).server.admission.election.coordinator
         assert role is not None
         step = role.generation.step_state.open
         through = [batch.first for batch in step._batches.values() if batch.trainer == VICTIM and batch.completed]

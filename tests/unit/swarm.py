@@ -346,7 +346,7 @@ class Swarm:
 
     @property
     def coordinator(self) -> Coordinator:
-        coordinator = self.servers[self.manifest.coordinator].admission.leadership.coordinator
+        coordinator = self.servers[self.manifest.coordinator].admission.election.coordinator
         assert coordinator is not None
         return coordinator
 
@@ -412,8 +412,8 @@ class Swarm:
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, frozenset(ledger._receipts), dict(ledger.origins), ledger._named),
                 )
-            if server.admission.leadership.coordinator is not None:
-                coordinator = server.admission.leadership.coordinator
+            if server.admission.election.coordinator is not None:
+                coordinator = server.admission.election.coordinator
                 books, lead = coordinator.generation.step_state, coordinator.generation.trainers.lead
                 state["books"] = copy.deepcopy(
                     (
@@ -529,7 +529,7 @@ class Swarm:
 
     def _attribute(self, k: CallKey, route: Sequence[PeerId]) -> None:
         """Attribute a microbatch to the trainer that was granted it, because here the lead sends for all."""
-        led = [server.admission.leadership.coordinator for server in self.servers.values()]
+        led = [server.admission.election.coordinator for server in self.servers.values()]
         states = [coordinator.generation.step_state for coordinator in led if coordinator is not None]
         steps = [step for state in states if (step := state.find(k.step)) is not None and k.first in step.origins]
         for stage, peer in enumerate(route if steps else ()):

@@ -172,7 +172,7 @@ def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm
         trial.trainer.avoid.add(A)
         while B not in trial.coordinators:  # noqa: ASYNC110 - it tells nobody here
             await asyncio.sleep(1.0)
-        open_step = swarm.servers[B].admission.leadership.coordinator.generation.step_state.open  # type: ignore[union-attr]
+        open_step = swarm.servers[B].admission.election.coordinator.generation.step_state.open  # type: ignore[union-attr]
         assert list(open_step.under_way(OTHER)) == [grant.first]
         await other.report_revoked(grant.lease)
         assert not open_step.under_way(OTHER)

@@ -16,7 +16,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, HeldSnapshot, InheritRequest, Term, WatchReply
 from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vacancy, Vote
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.rpc import FREEZE, INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, WATCH
+from lightning_swarm.protocol.rpc import ANNOUNCE_TERM, FREEZE, INHERIT, PREPARE, PROPOSE, TAKE_OVER, WATCH
 from lightning_swarm.testing import FaultPlan
 from tests.unit.conftest import MakeSwarm
 from tests.unit.coordinator.test_takeover import Trial
@@ -102,10 +102,10 @@ def test_who_has_no_promises_leads_nobody(make_swarm: MakeSwarm, number: int) ->
     coup = Coup(make_swarm)
     for peer in (A, B, D):
         with pytest.raises(ProtocolError, match="a term is followed if a majority of the voters promised it"):
-            coup.tell(peer, LEAD.name, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
-        with pytest.raises((ProtocolError, NotCoordinator), match="led by the coordinator a"):
+            coup.tell(peer, ANNOUNCE_TERM.name, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
+        with pytest.raises((ProtocolError, NotCoordinator), match="coordinated by a"):
             coup.tell(peer, TAKE_OVER.name, CoordinatorTerm(term=coup.term(number), generation=0, version=1))
-        with pytest.raises(NotCoordinator, match="led by the coordinator a"):
+        with pytest.raises(NotCoordinator, match="coordinated by a"):
             coup.tell(peer, INHERIT.name, InheritRequest(generation=0, new_lead=LIAR, first_step=0))
     coup.train(2)
     coup.check_led_by(A, below=2)
@@ -144,7 +144,7 @@ def test_a_voter_that_was_away_for_long_promises_high_terms_in_the_end(make_swar
     """The other voters had many elections meanwhile."""
     coup = Coup(make_swarm)
     for name in (B, C, D, E):
-        coup.swarm.servers[name].admission.leadership._highest_number = 5 * MAX_STEP
+        coup.swarm.servers[name].admission.election._highest_number = 5 * MAX_STEP
     coup.swarm.network.kill(A)
     coup.train(2, avoid="a")
     (leader,) = set(coup.coordinators) - {A}
@@ -167,7 +167,7 @@ EARLY = {
 @pytest.mark.parametrize("fence", [False, True], ids=["promise", "fence"])
 @pytest.mark.parametrize("early", EARLY, ids=lambda early: early.replace(" ", "-"))
 def test_a_promise_for_another_slot_ends_no_vote(make_swarm: MakeSwarm, early: str, fence: bool) -> None:
-    """The voters decide the open slot, although a member without leadership has fenced another one."""
+    """The voters decide the open slot, although a member that does not coordinate has fenced another one."""
     coup = Coup(make_swarm)
     coup.swarm.network.kill(A)
     coup.stand([B, D, E], **{**EARLY[early], "fence": fence})
@@ -247,8 +247,8 @@ def test_what_one_voter_says_is_no_majority(make_swarm: MakeSwarm, lie: str) -> 
 
 def test_a_server_that_says_it_follows_another_is_left_out(make_swarm: MakeSwarm) -> None:
     coup = Coup(make_swarm)
-    for method in (FREEZE.name, LEAD.name):
-        coup.refuse(method, NotCoordinator(f"the run is led under the term {coup.term(HIGHEST)}"))
+    for method in (FREEZE.name, ANNOUNCE_TERM.name):
+        coup.refuse(method, NotCoordinator(f"the run is coordinated under the term {coup.term(HIGHEST)}"))
     coup.train(2, avoid="c")
     assert coup.num_lies > 0
     assert coup.count("takeover") == 0

@@ -23,7 +23,7 @@ from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
 from lightning_swarm.protocol.messages.run import CoordinatorTerm, InheritRequest, Manifest, Member, RunView, WatchReply
 from lightning_swarm.protocol.messages.step import Candidate, Prepare, Proposal, Vacancy
 from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
-from lightning_swarm.protocol.rpc import INHERIT, LEAD, PREPARE, PROPOSE, TAKE_OVER, VIEW, WATCH
+from lightning_swarm.protocol.rpc import ANNOUNCE_TERM, INHERIT, PREPARE, PROPOSE, TAKE_OVER, VIEW, WATCH
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.context import RunMembership
 from tests.access import InvitedNetwork
@@ -59,7 +59,7 @@ def voters(swarm: Swarm) -> list[PeerId]:
 
 
 def coordinators(swarm: Swarm) -> set[PeerId]:
-    return {name for name, server in swarm.servers.items() if server.admission.leadership.coordinator is not None}
+    return {name for name, server in swarm.servers.items() if server.admission.election.coordinator is not None}
 
 
 def test_only_keepers_come_to_vote(make_swarm: MakeSwarm) -> None:
@@ -123,7 +123,7 @@ def test_what_another_server_asks_of_keepers_is_refused_and_changes_nothing(
         kill(swarm, A)
     before = swarm.state()
     term = (2, B, boots[B])
-    leading = CoordinatorTerm(term=term, generation=0, version=1)
+    announced = CoordinatorTerm(term=term, generation=0, version=1)
     record = replaced(newest, closing=replaced(newest.closing, step=1), next_voters=None)
     for peer in asked:
         prepare = Prepare(term=term, boot_id=boots[peer], generation=0, step=1)
@@ -136,10 +136,10 @@ def test_what_another_server_asks_of_keepers_is_refused_and_changes_nothing(
             with pytest.raises(ProtocolError, match="with strangers by its keepers, not by b"):
                 call(swarm, B, peer, method, message)
         with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
-            call(swarm, B, peer, LEAD.name, leading)
-        with pytest.raises(NotCoordinator, match="led by the coordinator a"):
-            call(swarm, B, peer, TAKE_OVER.name, leading)
-        with pytest.raises(NotCoordinator, match="led by the coordinator a"):
+            call(swarm, B, peer, ANNOUNCE_TERM.name, announced)
+        with pytest.raises(NotCoordinator, match="coordinated by a"):
+            call(swarm, B, peer, TAKE_OVER.name, announced)
+        with pytest.raises(NotCoordinator, match="coordinated by a"):
             call(swarm, B, peer, INHERIT.name, InheritRequest(generation=0, new_lead=B, first_step=0))
     assert swarm.state() == before
 
@@ -151,7 +151,7 @@ def test_a_server_that_keeps_nothing_does_not_take_over_though_the_coordinator_a
     with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
         call(swarm, A, B, TAKE_OVER.name, CoordinatorTerm(term=run.term, generation=0, version=run.version))
     with pytest.raises(Busy, match=rf"none of \[\] came to coordinate in place of a; {REMEDY}"):
-        swarm.run(swarm.servers[A].admission.leadership.abdicate())
+        swarm.run(swarm.servers[A].admission.election.abdicate())
     assert coordinators(swarm) == {A}
 
 
@@ -159,7 +159,7 @@ def test_a_keeper_takes_over_from_one_that_leaves(make_swarm: MakeSwarm) -> None
     """It takes over without a vote, as one of two keepers."""
     swarm = audited(make_swarm, "a c")
     swarm.run(step(swarm, 0))
-    swarm.run(swarm.servers[A].admission.leadership.abdicate())
+    swarm.run(swarm.servers[A].admission.election.abdicate())
     assert coordinators(swarm) == {C}
 
 
@@ -308,7 +308,7 @@ def test_a_newcomer_with_a_keeper_s_certificate_decides_from_its_record_on(make_
     for server in swarm.servers.values():
         assert server.membership.run.electorate.keepers == keepers
         assert server.membership.run.view().seats.keepers == keepers
-    swarm.run(swarm.servers[A].admission.leadership.abdicate())
+    swarm.run(swarm.servers[A].admission.election.abdicate())
     assert coordinators(swarm) == {K}
 
 
@@ -316,11 +316,11 @@ def test_a_voter_refuses_a_keeper_whose_certificate_says_otherwise(make_swarm: M
     swarm = certified(make_swarm)
     swarm.join("j")
     record = swarm.run(step(swarm, 0))
-    leadership = swarm.servers[A].admission.leadership
+    election = swarm.servers[A].admission.election
     false = replaced(record, closing=replaced(record.closing, step=1), keepers=["j"], next_voters=None, left=[])
     newcomers = [replaced(record.newcomers[0], member=Member(peer_id=PeerId("j"), boot_id=9))]
     with pytest.raises(ProtocolError, match="names j as a keeper, and its certificate does not"):
-        leadership._check_record(replaced(false, newcomers=newcomers, invited={PeerId("j"): record.invited["j"]}))
+        election._check_record(replaced(false, newcomers=newcomers, invited={PeerId("j"): record.invited["j"]}))
 
 
 def test_a_joiner_believes_keepers_alone(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:

@@ -124,7 +124,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
 def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm) -> None:
     """Otherwise this outage would shorten the wait in the next one."""
     swarm = make_swarm("a", "b")
-    role = swarm.servers[A].admission.leadership.coordinator
+    role = swarm.servers[A].admission.election.coordinator
     assert role is not None
 
     def wait(now_s: float) -> EventLog:

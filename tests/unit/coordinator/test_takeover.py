@@ -78,7 +78,7 @@ class Trial:
     @property
     def coordinators(self) -> list[PeerId]:
         return [
-            name for name, server in self.swarm.servers.items() if server.admission.leadership.coordinator is not None
+            name for name, server in self.swarm.servers.items() if server.admission.election.coordinator is not None
         ]
 
     def count(self, kind: Any) -> int:
@@ -299,7 +299,7 @@ def test_a_coordinator_that_leaves_hands_over_at_once(make_swarm: MakeSwarm) -> 
     trial = Trial(make_swarm, FaultPlan())
     trial.train(2)
     begin_s = trial.swarm.loop.time()
-    trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
+    trial.swarm.run(trial.swarm.servers[A].admission.election.abdicate())
     assert trial.swarm.loop.time() < begin_s + 1.0
     assert trial.coordinators == [B]
     trial.train(2)
@@ -310,7 +310,7 @@ def test_a_coordinator_that_leaves_hands_over_at_once(make_swarm: MakeSwarm) -> 
 
 def test_the_first_coordinator_hands_over_though_it_alone_votes(make_swarm: MakeSwarm) -> None:
     trial = Trial(make_swarm, FaultPlan(), "a b", "c")
-    trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
+    trial.swarm.run(trial.swarm.servers[A].admission.election.abdicate())
     assert trial.coordinators == [B]
     trial.train(2)
     trial.check()
@@ -343,7 +343,7 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
         body = encode(RegisterRequest(generation=0, step=0, report=report))
         registering = asyncio.ensure_future(swarm.trainer.call(A, REGISTER.name, body, timeout=30.0))
         await asyncio.sleep(1.0)
-        await swarm.servers[A].admission.leadership.abdicate()
+        await swarm.servers[A].admission.election.abdicate()
         with pytest.raises(NotCoordinator, match="does not coordinate any more"):
             await registering
 
@@ -357,12 +357,12 @@ def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
     swarm = trial.swarm
     trial.train(1)
     start = CoordinatorGeneration.start
-    other, first = swarm.servers[C].admission, swarm.servers[B].admission.leadership
+    other, first = swarm.servers[C].admission, swarm.servers[B].admission.election
 
     async def slow(self: CoordinatorGeneration) -> None:
         monkeypatch.setattr(CoordinatorGeneration, "start", start)
         first._successor = C  # otherwise its voter would promise no term
-        await other.leadership._take_over(other.membership.run, "test")
+        await other.election._take_over(other.membership.run, "test")
         await start(self)
 
     monkeypatch.setattr(CoordinatorGeneration, "start", slow)
@@ -523,7 +523,7 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
 
     async def go() -> None:
         grant = await trial.swarm.steps.grant(2)
-        handing_over = asyncio.ensure_future(trial.swarm.servers[A].admission.leadership.abdicate())
+        handing_over = asyncio.ensure_future(trial.swarm.servers[A].admission.election.abdicate())
         await asyncio.sleep(0.5)
         await trial.swarm.steps.withdraw(grant.lease)
         await handing_over
@@ -552,7 +552,7 @@ def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) 
     async def go() -> None:
         closing = asyncio.ensure_future(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
         await held.wait()
-        await trial.swarm.servers[A].admission.leadership.abdicate()
+        await trial.swarm.servers[A].admission.election.abdicate()
         trial.records.append(await closing)
 
     trial.swarm.run(go())
@@ -591,7 +591,7 @@ def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
     monkeypatch.setattr(Coordinator, "retire", retires_later)
 
     async def go() -> None:
-        handing_over = asyncio.ensure_future(old.admission.leadership.abdicate())
+        handing_over = asyncio.ensure_future(old.admission.election.abdicate())
         trial.records.append(await trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
         await handing_over
 
@@ -653,7 +653,7 @@ def test_a_server_joins_with_the_coordinator_that_took_over(make_swarm: MakeSwar
     """The joiner knows the first coordinator only, or any member."""
     trial = Trial(make_swarm, FaultPlan(), "a b c", "d b c")
     trial.train(1)
-    trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
+    trial.swarm.run(trial.swarm.servers[A].admission.election.abdicate())
     trial.swarm.join("e")  # knows the first coordinator only
     trial.train(3)
     trial.check()
@@ -688,7 +688,7 @@ def test_a_coordinator_that_is_admitted_last_is_waited_for(
     swarm.settle()
     took_over = [name for name, server in swarm.servers.items() if server.events.counts["takeover"]]
     assert took_over == found
-    assert [name for name, server in swarm.servers.items() if server.admission.leadership.coordinator] == (found or [A])
+    assert [name for name, server in swarm.servers.items() if server.admission.election.coordinator] == (found or [A])
 
 
 def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> None:
@@ -756,7 +756,7 @@ def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches
         network.thaw(LEAD)
         coordinator = other.run.coordinator
         assert coordinator != A
-        books = swarm.servers[coordinator].admission.leadership.coordinator.generation.step_state
+        books = swarm.servers[coordinator].admission.election.coordinator.generation.step_state
         assert not books.order.plans, "the lead has not answered"
         request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
         await swarm.trainer.call(coordinator, REGISTER.name, encode(request), timeout=30.0)

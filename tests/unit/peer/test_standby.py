@@ -304,7 +304,7 @@ def test_only_who_coordinates_names_a_standby_and_only_one_that_can(make_swarm: 
     swarm = begun(make_swarm)
     with pytest.raises(Busy, match="the lead trainer answers this server"):
         inherit(swarm, B, C)
-    with pytest.raises(SwarmError, match="steps are led by the coordinator a"):
+    with pytest.raises(SwarmError, match="the run is coordinated by a"):
         inherit(swarm, B, C, by=B)
     swarm.network.freeze(LEAD)
     with pytest.raises(ProtocolError, match="this peer does not have what the loop was at step 1"):

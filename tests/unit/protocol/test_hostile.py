@@ -265,7 +265,7 @@ class Sample:
         if self.method == REGISTER.name:  # acts like a successor of another coordinator
             swarm.coordinator.generation.trainers._first_lease = 100
         if self.method == TAKE_OVER.name:
-            swarm.servers[A].admission.leadership._successor = B
+            swarm.servers[A].admission.election._successor = B
         if self.phase == "admitted":
             swarm.run(swarm.trainer.call(B, ADMIT.name, encode(swarm.manifest), timeout=1.0))
         if self.phase in ("new", "admitted"):
@@ -757,7 +757,7 @@ SAMPLES = [
     ),
     Sample(
         CALL,
-        rpc.LEAD.name,
+        rpc.ANNOUNCE_TERM.name,
         plain(lambda _: CoordinatorTerm(term=(1, A, 100), generation=0, version=0)),
         caller=A,
         phase="averaged",

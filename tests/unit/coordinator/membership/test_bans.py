@@ -279,7 +279,7 @@ def test_what_the_owner_has_not_signed_changes_nothing(make_swarm: MakeSwarm) ->
 
     async def go() -> None:
         await swarm.step(rows(0))
-        run, voter = swarm.servers[C].membership.run, swarm.servers[C].admission.leadership
+        run, voter = swarm.servers[C].membership.run, swarm.servers[C].admission.election
         assert run.newest is not None
         for signed in (forged, elsewhere, bytes(changed), b"", b"\x00" * 2000):
             with pytest.raises(SwarmError, match="owner"):

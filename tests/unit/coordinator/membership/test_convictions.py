@@ -129,8 +129,8 @@ def test_another_coordinator_knows_of_it(make_swarm: MakeSwarm, audits: dict[Pee
     swarm = audited(make_swarm)
     swarm.run(step(swarm, 0))
     swarm.run(convicted(swarm, audits, B))
-    swarm.run(swarm.servers[A].admission.leadership.abdicate())
-    assert swarm.servers[C].admission.leadership.coordinator is not None
+    swarm.run(swarm.servers[A].admission.election.abdicate())
+    assert swarm.servers[C].admission.election.coordinator is not None
     join = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=77, addresses=["/x/p2p/b"], stage_index=0)
     with pytest.raises(AccessDenied, match=DENIED):
         call(swarm, C, JOIN.name, join)
@@ -252,7 +252,7 @@ def test_a_rollback_before_the_record_forgets_nobody(make_swarm: MakeSwarm) -> N
     """The next generation begins with it in its seat, and the first record excludes it."""
     swarm = audited(make_swarm)
     swarm.run(step(swarm, 0))
-    coordinator = swarm.servers[A].admission.leadership.coordinator
+    coordinator = swarm.servers[A].admission.election.coordinator
     assert coordinator is not None
     coordinator.generation.context.oversight.memory.convicted[B] = REASON
     go_back(swarm)
@@ -269,7 +269,7 @@ def test_whoever_takes_the_run_over_knows_since_when_false_work_may_have_counted
     swarm = audited(make_swarm, audit_share=0.75)
     for number in range(6):
         swarm.run(step(swarm, number))
-    coordinator = swarm.servers[A].admission.leadership.coordinator
+    coordinator = swarm.servers[A].admission.election.coordinator
     assert coordinator is not None
     coordinator.generation.context.oversight.memory.standing.note_counted(B, 5, None)
     record = swarm.run(convicted(swarm, audits, B))

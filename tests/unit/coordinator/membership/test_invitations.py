@@ -166,7 +166,7 @@ def test_who_comes_for_the_first_time_comes_before_the_invitation_expires(make_s
     late = swarm.add_server("g")
     expires_at_s = network.invitation(G).invitation.expires_at_s
     at_s = [expires_at_s + 1.0]
-    coordinator = swarm.servers[A].admission.leadership.coordinator
+    coordinator = swarm.servers[A].admission.election.coordinator
     assert coordinator is not None
     coordinator.generation.context.invitations._wall_s = lambda: at_s[0]
 
