@@ -27,7 +27,7 @@ from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.fidelity.unsaved_buffers import restore_buffers, unsaved_buffers
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.extra_trainers import RankHooks
+from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.framework import IMPORT_TREES, OWN_PACKAGES, callbacks_named
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
 from lightning_swarm.strategy.rollback.loop_state import UNSAVED
@@ -183,7 +183,7 @@ def _may_read_file(logger: object) -> bool:
 class Checkpoints:
     """Saves and loads the swarm's weights in Lightning's checkpoints; `default` is Lightning's own method."""
 
-    def __init__(self, strategy: RankHooks, rollback: Rollback) -> None:
+    def __init__(self, strategy: StrategyBase, rollback: Rollback) -> None:
         self._strategy = strategy
         self._rollback = rollback
         self.writes_files = False  # the user brought no `CheckpointIO`

@@ -32,8 +32,8 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer import process
 from lightning_swarm.peer.entry import Entry, entry_of
 from lightning_swarm.peer.peer import hivemind_peer
+from lightning_swarm.strategy.base import MachineLauncher
 from lightning_swarm.strategy.checks import check_data_module, check_plain
-from lightning_swarm.strategy.extra_trainers import MachineLauncher
 from lightning_swarm.strategy.framework import IMPORT_TREES, tree_of
 from lightning_swarm.strategy.model_setup import computes_alone
 

@@ -23,14 +23,14 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
 from lightning_swarm.strategy import checks
+from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.data.on_peers import call_with_data_if_needed
-from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import ImportTree, tree_of
 
 _log = logging.getLogger(__name__)
 
 
-def check(strategy: RankHooks, trainer: Trainer, *, restored: bool) -> None:
+def check(strategy: StrategyBase, trainer: Trainer, *, restored: bool) -> None:
     """Refuse a model that cannot be cut, as far as this is known before the model is configured."""
     module, is_overridden = trainer.lightning_module, tree_of(trainer).is_overridden
     config, num_stages = strategy.config, strategy.config.num_stages or strategy.num_devices
@@ -49,7 +49,7 @@ def check(strategy: RankHooks, trainer: Trainer, *, restored: bool) -> None:
         partition.plan_boundaries(module, blocks, ranges, config.boundary)
 
 
-def computes_alone(strategy: RankHooks, trainer: Trainer) -> bool:
+def computes_alone(strategy: StrategyBase, trainer: Trainer) -> bool:
     """Return whether no server is needed: no other peer takes part, or this process evaluates the model alone."""
     if strategy.is_plain:
         return True
@@ -61,7 +61,7 @@ def computes_alone(strategy: RankHooks, trainer: Trainer) -> bool:
     return trainer.num_devices == 1 and not has_parameters
 
 
-def stays_whole(strategy: RankHooks, module: LightningModule) -> bool:
+def stays_whole(strategy: StrategyBase, module: LightningModule) -> bool:
     """Return whether the model is not cut in the run that this process joins, took over, or begins."""
     stages = _stages_of_run(strategy)
     if stages:
@@ -72,12 +72,12 @@ def stays_whole(strategy: RankHooks, module: LightningModule) -> bool:
     return config.role == "both" or strategy.is_plain or not partition.can_be_cut(module)
 
 
-def _stages_of_run(strategy: RankHooks) -> Sequence[StageManifest]:
+def _stages_of_run(strategy: StrategyBase) -> Sequence[StageManifest]:
     """Return the stages of the run that this process joins or took over; none if it begins a run."""
     return strategy.joined.manifest.stages if strategy.joined is not None else strategy.inherited_stages
 
 
-def _blocks(strategy: RankHooks, module: LightningModule) -> Blocks:
+def _blocks(strategy: StrategyBase, module: LightningModule) -> Blocks:
     """Return the blocks of a module. A peer that only serves learns later whether the run's model is cut."""
     config = strategy.config
     may_be_whole = config.only_serves and config.pipeline is None and not partition.defines_stages(module)
@@ -86,7 +86,7 @@ def _blocks(strategy: RankHooks, module: LightningModule) -> Blocks:
     return partition.find_blocks(module, config.pipeline)
 
 
-def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None:
+def cut(strategy: StrategyBase, module: LightningModule, *, restored: bool) -> None:
     """Choose the stages, insert boundary layers between them, and initialize the weights outside of them."""
     config, trainer = strategy.config, module.trainer
     if computes_alone(strategy, trainer):
@@ -106,7 +106,7 @@ def cut(strategy: RankHooks, module: LightningModule, *, restored: bool) -> None
     strategy.initial_weights.fill_outside(module, blocks, strategy.root_device)
 
 
-def _ranges(strategy: RankHooks, module: LightningModule, blocks: Blocks) -> Sequence[range]:
+def _ranges(strategy: StrategyBase, module: LightningModule, blocks: Blocks) -> Sequence[range]:
     """Return the blocks of each stage: as in the run that this process joins or took over, or newly chosen."""
     if blocks.is_empty:
         return ()
@@ -134,7 +134,7 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
 
 
 def peer_model(
-    strategy: RankHooks, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
+    strategy: StrategyBase, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
 ) -> PeerModel:
     """Return a model that this peer cuts into stages. Without `optimizer` it uses the Trainer's."""
     config = strategy.config
@@ -147,7 +147,7 @@ def peer_model(
     )
 
 
-def served_model(strategy: RankHooks, module: LightningModule) -> PeerModel:
+def served_model(strategy: StrategyBase, module: LightningModule) -> PeerModel:
     """Return the model of a peer that only serves, converted and moved to its device as Lightning's loop would do."""
     module.trainer.precision_plugin.convert_module(module)
     with StayOnMeta():
@@ -160,7 +160,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     module.trainer = trainer
     if datamodule is not None:  # the module may read a size from it, say
         trainer._data_connector.attach_datamodule(module, datamodule)
-    strategy: RankHooks = trainer.strategy  # type: ignore[assignment]
+    strategy: StrategyBase = trainer.strategy  # type: ignore[assignment]
     strategy.setup_environment()
     call = tree_of(trainer).call
 
@@ -211,7 +211,7 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
 
 def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
     """Make the user's optimizer for a peer without data, with the run's number of steps, if it is known."""
-    strategy: RankHooks = module.trainer.strategy  # type: ignore[assignment]
+    strategy: StrategyBase = module.trainer.strategy  # type: ignore[assignment]
     with changed(strategy, total_steps=total_steps):  # `estimated_stepping_batches` must return the lead's value
         make, what = module.configure_optimizers, "make the optimizer"
         configured: Any = call_with_data_if_needed(strategy, module.trainer, what, make)

@@ -44,6 +44,7 @@ from lightning_swarm.protocol.settings import (
     RunSettings,
 )
 from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
+from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.checkpointing import Checkpoints
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
@@ -70,7 +71,7 @@ _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predic
 
 
 @written_once(Strategy, framework=LIGHTNING)
-class SwarmStrategy(extra_trainers.RankHooks):
+class SwarmStrategy(StrategyBase):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.

@@ -9,7 +9,7 @@ from typing import TypeVar
 from lightning.pytorch import Trainer
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
-from lightning_swarm.strategy.extra_trainers import RankHooks
+from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.framework import tree_of
 
 _log = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 # Most models can be built without data, and a peer's machine may have no data.
-def call_with_data_if_needed(strategy: RankHooks, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
+def call_with_data_if_needed(strategy: StrategyBase, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
     """Call user code. If it fails on a peer that only serves, prepare the data as the trainer does, and call it again.
 
     Returns the result. Raises ConfigError if the code still fails; `what` is its task, for the message.
@@ -41,7 +41,7 @@ def call_with_data_if_needed(strategy: RankHooks, trainer: Trainer, what: str, w
         raise _failed(what, error) from error
 
 
-def _read(strategy: RankHooks, trainer: Trainer) -> None:
+def _read(strategy: StrategyBase, trainer: Trainer) -> None:
     """Prepare the data, once on each machine, and set the data module up."""
     strategy.has_read_data = True
     # Both are interfaces of this process's own peer, whatever its role. The machine's first process prepares the data.

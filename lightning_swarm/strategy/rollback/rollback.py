@@ -24,8 +24,8 @@ from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy import checks
+from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.data.shared import set_position
-from lightning_swarm.strategy.extra_trainers import RankHooks
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.rollback import loop_transfer
 from lightning_swarm.strategy.rollback.data_position import DataPosition, RandomState, generators_of, random_state
@@ -66,7 +66,7 @@ class RollbackTarget:
 class Rollback:
     """Decides where a trainer's fit resumes after an error, ends the run, and resumes the next run's loop there."""
 
-    def __init__(self, strategy: RankHooks) -> None:
+    def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
         self.is_rolling_back = False  # Lightning's teardown is under way, and the fit will resume
         # At a trainer beside the lead: gives it back the decisions that such a trainer leaves to the lead.
@@ -85,7 +85,7 @@ class Rollback:
         self._found: list[Override] = []  # disable finders that have found a value
         self.membership: Membership | None = None  # the members of the run, through all its generations
 
-    def __reduce__(self) -> tuple[type[Rollback], tuple[RankHooks]]:  # a copy must not refer to the run
+    def __reduce__(self) -> tuple[type[Rollback], tuple[StrategyBase]]:  # a copy must not refer to the run
         return Rollback, (self._strategy,)
 
     def begin_run(self, run: SwarmRun) -> None:
