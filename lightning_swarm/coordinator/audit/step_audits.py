@@ -67,14 +67,6 @@ lots = random.SystemRandom()  # unpredictable for servers; tests replace it
 class StepAudits(StepOversight):
     """Audits the sums and the means of one step."""
 
-    # Each closing runs `examine` on the units whose sums are new, in these phases:
-    # 1. fetch sketches of all sums; convict servers with a sum but no claims, and screen for suspects
-    # 2. compare the servers' claims with each other and with the results that trainers received
-    # 3. draw further units; audit these, the suspects and the contested ones (`_audit`, and `_decide` for a dispute)
-    # 4. audit more units if a server was convicted, or if a suspect was cleared
-    # 5. repeat audits by auditors that were convicted meanwhile
-    # 6. settle the disagreements, and record what passed if the verdict is clean
-
     examines = True
 
     def __init__(
@@ -149,36 +141,50 @@ class StepAudits(StepOversight):
         disagreements = disagreeing(step.claims)
         results = await self._audits.results()
         contested = self._compare_results(step, results, disagreements, verdict)
+        self._due |= fresh & suspects.union(contested, self._drawn(fresh), *disagreements.values())
+        passed = await self._audit_due(step, fresh, suspects, verdict)
+        self._settle(step, disagreements, results.replaced, verdict)
+        self._is_disturbed |= not verdict.is_clean
+        if verdict.is_clean:
+            self._record_passed(step, fresh, passed)
+            self.screen.record(screenings)
+        return self._distrust_failed(verdict)
+
+    def _drawn(self, fresh: Collection[Unit]) -> set[Unit]:
+        """Draw units with new sums by lot; after a verdict that was not clean, return all of them."""
         # Each closing draws anew, because a server that forced another closing has seen the earlier draws.
         number = self._step.step
         at_risk = is_irreversible(number, self._run.manifest.max_steps, is_kept=self.is_kept)
         share = share_of_step(self._run.manifest.settings.audit_share or 0.0, lots.random, irreversible=at_risk)
-        drawn = {
+        return {
             unit
             for unit in sorted(fresh)
             if self._is_disturbed or self._standing.is_drawn(unit.peer, number, share, lots.random)
         }
-        chosen = (self._due | suspects | drawn | contested | set[Unit]().union(*disagreements.values())) & fresh
-        self._due |= chosen
-        passed = await self._audit(step, chosen, verdict)
+
+    async def _audit_due(
+        self, step: ExaminedStep, fresh: set[Unit], suspects: set[Unit], verdict: Verdict
+    ) -> set[Unit]:
+        """Audit due units, and others if a suspect is cleared or a server convicted; return the units that passed."""
+        due = self._due & fresh
+        passed = await self._audit(step, due, verdict)
         # A cleared suspect may have had false inputs, and a convicted server may have accomplices.
         cleared = {unit for unit in suspects if unit in passed or unit.peer == self._own}
         others = fresh if verdict.convicted else fresh & step.sharing_with(cleared)
-        passed |= await self._audit(step, others - chosen, verdict)
+        passed |= await self._audit(step, others - due, verdict)
         # Audits by a server that is convicted now prove nothing.
         while doubtful := {unit for unit in passed if self._auditors[unit] in verdict.convicted}:
             passed = passed - doubtful | await self._audit(step, doubtful, verdict)
-        self._settle(step, disagreements, results.replaced, verdict)
-        self._is_disturbed |= not verdict.is_clean
-        if verdict.is_clean:
-            self._passed.update({unit: _commitment(step.ledgers[unit]) for unit in fresh})
-            self._standing.passed.update({unit.peer for unit in passed})
-            for unit in fresh:
-                if step.claims[unit] and unit.peer != self._own:
-                    auditor = self._auditors.get(unit) if unit in passed else None
-                    self._standing.note_counted(unit.peer, number, auditor)
-            self.screen.record(screenings)
-        return self._distrust_failed(verdict)
+        return passed
+
+    def _record_passed(self, step: ExaminedStep, fresh: Collection[Unit], passed: Collection[Unit]) -> None:
+        """Record that new sums count, and which of them auditors found true."""
+        self._passed.update({unit: _commitment(step.ledgers[unit]) for unit in fresh})
+        self._standing.passed.update({unit.peer for unit in passed})
+        for unit in fresh:
+            if step.claims[unit] and unit.peer != self._own:
+                auditor = self._auditors.get(unit) if unit in passed else None
+                self._standing.note_counted(unit.peer, self._step.step, auditor)
 
     def _distrust_failed(self, verdict: Verdict) -> Verdict:
         """Audit servers that did not answer as if they were new: their silence may have hidden false work."""
