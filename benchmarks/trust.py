@@ -25,7 +25,7 @@ from lightning_swarm import SwarmStrategy
 from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.peer.config import SwarmConfig, TrustLevel
 from lightning_swarm.peer.entry import entry_of
-from lightning_swarm.peer.lead import RunSpec
+from lightning_swarm.peer.manifest import RunSpec
 from lightning_swarm.peer.peer import hivemind_peer
 from lightning_swarm.peer.process import owners_folder
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel

@@ -26,7 +26,8 @@ from lightning_swarm.peer.discovery import RunDirectory
 from lightning_swarm.peer.entry import Entry, warn_before_end
 from lightning_swarm.peer.failover import PackLoop
 from lightning_swarm.peer.follower import Follower
-from lightning_swarm.peer.lead import Lead, RunSpec
+from lightning_swarm.peer.lead import Lead
+from lightning_swarm.peer.manifest import RunSpec
 from lightning_swarm.peer.network import start_network
 from lightning_swarm.peer.server_host import ServerHost
 from lightning_swarm.peer.text_requests import TextRequests

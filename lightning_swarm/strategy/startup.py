@@ -20,7 +20,7 @@ from lightning_swarm.model.autocast import on_this_thread
 from lightning_swarm.model.deferred_init import is_on_meta
 from lightning_swarm.model.optimizer_state import kind_of, read_selection
 from lightning_swarm.monitor.membership import Membership
-from lightning_swarm.peer.lead import RunSpec
+from lightning_swarm.peer.manifest import RunSpec
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup

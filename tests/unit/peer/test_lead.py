@@ -13,7 +13,8 @@ from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
-from lightning_swarm.peer.lead import Lead, RunSpec
+from lightning_swarm.peer.lead import Lead
+from lightning_swarm.peer.manifest import RunSpec
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.rpc import LOAD

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 from lightning_swarm.coordinator.membership.rosters import MAX_VOTERS, alone_in, choose_voters, next_rosters
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer import lead
 from lightning_swarm.peer.discovery import ServerAnnouncement
-from lightning_swarm.peer.lead import RunSpec
+from lightning_swarm.peer.manifest import RunSpec, make_manifest
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate
 from tests.unit.conftest import MakeSwarm
@@ -192,7 +191,7 @@ def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> No
         PeerId(name): ServerAnnouncement(boot_id=0, addresses=[f"/dns4/{host}/tcp/1/p2p/{name}"])
         for name, host in zip("abcd", "xxxy", strict=True)
     }
-    manifest = lead.make_manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], announced)
+    manifest = make_manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], announced)
     assert manifest.voters == members("adb")
 
 
