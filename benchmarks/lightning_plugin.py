@@ -67,7 +67,7 @@ def _choose_swarm() -> None:
         return True
 
     if os.environ[HOW] != "alone":
-        SwarmConfig.is_for_one = lambda *_: False  # type: ignore[method-assign]
+        SwarmConfig.needs_no_swarm = lambda *_: False  # type: ignore[method-assign]
     if os.environ[HOW] == "stage":
         partition.find_blocks, partition.can_be_cut = find_some, can_always  # as `strategy.model_setup` calls them
     _AcceleratorConnector._choose_strategy = choose_swarm  # type: ignore[method-assign]

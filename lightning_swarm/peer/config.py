@@ -49,7 +49,7 @@ _R = TypeVar("_R")
 DEFAULT_RUN_ID: Final = "swarm"
 DEFAULT_LISTEN: Final = "127.0.0.1"
 # Defaults of `role`, `run_id`, `listen` and `state_dict_type`.
-_FOR_ONE: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full")
+_DEFAULTS: Final = ("auto", DEFAULT_RUN_ID, HostPort.to_listen(DEFAULT_LISTEN), "full")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: 
             continue
         if isinstance(given, (record, Mapping)):
             raise ConfigError(
-                f"`{record.__name__}` has the field `{name}`, got it in an argument of its own beside "
+                f"the field `{name}` of `{record.__name__}` must not be set by another argument, too, got one beside "
                 f"`{argument}={given!r}`. Leave that argument out."
             )
         values[name] = value
@@ -180,8 +180,8 @@ class SwarmConfig:
             "preemption",
             self.preemption,
             (None, *get_args(Preemption)),
-            "'aws', 'gcp', 'azure', 'auto' (the one of these clouds that this machine belongs to) or None (notices are "
-            "not looked for)",
+            "'aws', 'gcp', 'azure', 'auto' (detects which of these clouds this machine is in) or None (watches for no "
+            "notice)",
         )
         if isinstance(self.split, str) and self.split not in ("parameters", "time"):
             raise ConfigError(
@@ -204,7 +204,7 @@ class SwarmConfig:
         if not isinstance(self.boundary, Boundary):
             raise ConfigError(
                 "`boundary` must be a `Bottleneck`, a `Maxout` or None (all features travel), got "
-                f"{self.boundary!r}. Write `boundary=Bottleneck(ratio=4)`, say."
+                f"{self.boundary!r}. Write for example `boundary=Bottleneck(ratio=4)`."
             )
 
     def _check_trust(self) -> None:
@@ -213,7 +213,7 @@ class SwarmConfig:
             self.trust,
             (None, *get_args(TrustLevel)),
             "'invited' (only peers with an invitation take part), 'audited' (likewise, and their work is checked), "
-            "'open' (anyone who reaches a port does) or None ('invited' where other machines reach this one)",
+            "'open' (any peer that reaches a port does) or None ('invited' if other machines reach this one)",
         )
         if self.settings.has_strangers and self.trust != "audited":
             raise ConfigError(
@@ -244,37 +244,37 @@ class SwarmConfig:
         """Refuse settings that make the weights depend on the participating peers, or on timing."""
         if self.role == "both":
             raise ConfigError(
-                "with `deterministic=True` one process must train, because it depends on timing which trainer's "
-                "batch comes into which step: got role 'both'. Use role 'auto', with only servers beside it."
+                "with `deterministic=True` only one process may train, because timing decides which step gets which "
+                "trainer's batch: got role 'both'. Use role 'auto', with only servers beside it."
             )
         if self.split == "time":
             raise ConfigError(
-                "with `deterministic=True` the model must be cut alike each time, got split 'time', which measures. "
+                "with `deterministic=True` every run must cut the model alike, got split 'time', which measures. "
                 "Leave `split` out, or name the blocks where stages begin."
             )
 
-    def leaves_whole(self, num_devices: int) -> bool:
-        """Return whether this process, on so many devices, may begin a run of a model that is not cut."""
-        # A user who sets how to cut wants a cut, and so does a user with several devices, of which one reads data.
+    def may_stay_uncut(self, num_devices: int) -> bool:
+        """Return whether a run of this process, on this many devices, may leave the model uncut."""
+        # Settings of the cut ask for one, and so do several devices if only one of them reads data.
         settings = self.settings
-        says_how = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
-        if any(one is not None for one in says_how) or self.split != "parameters":
+        of_cut = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
+        if any(value is not None for value in of_cut) or self.split != "parameters":
             return False
         return (self.num_stages or num_devices) == 1 and (
             self.role == "both" or (self.role, num_devices) == ("auto", 1)
         )
 
-    def is_for_one(self, num_devices: int) -> bool:
-        """Return whether no other peer is to join this process's training, so that it needs no swarm."""
+    def needs_no_swarm(self, num_devices: int) -> bool:
+        """Return whether this process trains alone, because no argument refers to other peers."""
         own = (self.role, self.run_id, self.listen, self.state_dict_type)
         for_others = (
             *(self.initial_peers, self.announce, self.identity_path, self.preemption, self.offload_optimizer),
             *(self.trust, self.invite),
         )
-        # Only these settings mean nothing to a single process; any other setting asks for a swarm.
+        # These settings have no meaning for a single process; any other setting asks for a swarm.
         moves = {name: getattr(self.settings, name) for name in ("rebalancing", "rebalance_interval")}
         alone = RunSettings(target_batch_size=None, **moves)
-        return own == _FOR_ONE and not any(for_others) and self.settings == alone and self.leaves_whole(num_devices)
+        return own == _DEFAULTS and not any(for_others) and self.settings == alone and self.may_stay_uncut(num_devices)
 
     @property
     def is_local(self) -> bool:

@@ -101,7 +101,7 @@ class StrategyBase(_Strategy):
     def is_plain(self) -> bool:
         """Return whether no other peer takes part, so that Lightning's own loop trains the whole module."""
         module = self.lightning_module
-        return self.config.is_for_one(self.num_devices) and module is not None and not defines_stages(module)
+        return self.config.needs_no_swarm(self.num_devices) and module is not None and not defines_stages(module)
 
     @property
     def own_peer(self) -> Peer:

@@ -1,4 +1,4 @@
-"""Refuses settings and models that a swarm does not support; each error states the rule, the value, the remedy."""
+"""Refuses settings and models that a swarm does not support. Each error states the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def check_callbacks(trainer: Trainer) -> None:
     """Refuse callbacks that read or change weights during `fit`, when the weights live on the servers."""
     for callback in callbacks_of(trainer, *_WEIGHT_CALLBACKS):
         raise ConfigError(
-            "callbacks must not read or change weights during fit, they live on the servers: "
+            "callbacks must not read or change weights during fit, because they live on the servers: "
             f"got {type(callback).__name__}. Remove it for now."
         )
 
 
 def of_tuner(callback: object) -> str:
-    """Return words about `Tuner` for an error, if a callback may come from `Tuner` and not from the user."""
+    """Return a clause about `Tuner` for an error, if a callback may come from `Tuner` and not from the user."""
     return ", through which `Tuner` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
@@ -112,8 +112,8 @@ def check_plain(trainer: Trainer) -> None:
     """Refuse several nodes and mixed imports, with or without a swarm."""
     if trainer.num_nodes != 1:
         raise ConfigError(
-            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and type on "
-            "the other machines the line that the first one prints: lightning-swarm join ADDRESS train.py"
+            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and run on "
+            "the other machines the command that the first one prints: lightning-swarm join ADDRESS train.py"
         )
     check_callback_imports(trainer)
 
@@ -136,18 +136,17 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
 
 
 def check_interactive(num_devices: int, framework: ImportTree) -> None:
-    """Refuse several local peers in a notebook or at a prompt, because each further peer would run the script again."""
+    """Refuse several local peers in a notebook or at a prompt, because each other peer would run the script."""
     if num_devices > 1 and _IS_INTERACTIVE:
         raise ConfigError.like(
             framework.misconfiguration,
-            "in a notebook or at a Python prompt `devices` must be 1: above it this script would be started again for "
-            f"every peer, and there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the "
-            "code into a script.",
+            "in a notebook or at a Python prompt `devices` must be 1, because every other peer runs the script, and "
+            f"there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the code in a script.",
         )
 
 
 def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mapping[str, object]) -> None:
-    """Refuse to start a run without data. Lightning would refuse, too, but only when all peers are up."""
+    """Refuse to start a run without data. Lightning also refuses, but only when all peers are up."""
     assert trainer.state.fn is not None
     function, framework = trainer.state.fn.value, tree_of(trainer)
     hook = _LOADERS[function]
@@ -156,11 +155,11 @@ def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mappin
     if not isinstance(data, (framework.data_module, framework.module)) or getattr(data, hook) is None:
         return  # Lightning raises an error itself
     if not framework.is_overridden(hook, data):
-        others = "no dataloader and no data module" if data is module else "a data module"
+        given = "no dataloader and no data module" if data is module else "a data module"
         raise ConfigError.like(
             framework.misconfiguration,
-            f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
-            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`.",
+            f"`{function}` must have data: got {given}, and {type(data).__name__} has no `{hook}`. Pass a dataloader, "
+            f"or define `{hook}`; a machine without data can help with `lightning-swarm join`.",
         )
 
 
@@ -168,21 +167,21 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
     is_overridden = tree_of(trainer).is_overridden
     if not module.automatic_optimization:
         raise ConfigError(
-            "`automatic_optimization` must be True: the swarm steps the optimizer on its servers; got False. "
-            "Let Lightning optimize, or train without the swarm."
+            "`automatic_optimization` must be True, because servers step the optimizer; got False. Let Lightning "
+            "optimize, or train without the swarm."
         )
     for hook in _STEP_HOOKS:
         # `is_overridden` alone misses a wrapper around Lightning's own method.
         if hook in vars(module) or is_overridden(hook, module):
             raise ConfigError(
-                f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
+                f"`{hook}` must be Lightning's own, because gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."
             )
     check_callbacks(trainer)
     if config.settings.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
         raise ConfigError(
-            "`target_batch_size` and `accumulate_grad_batches` both say when a step ends: got "
-            f"{config.settings.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
+            "only one of `target_batch_size` and `accumulate_grad_batches` may set when a step ends, got "
+            f"{config.settings.target_batch_size} and {trainer.accumulate_grad_batches}. Leave one out."
         )
 
 
@@ -190,8 +189,8 @@ def check_compiling() -> None:
     """Refuse to compile with a torch version that silently skips code under a dispatch mode."""
     if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
         raise ConfigError(
-            "`torch.compile` of a swarm's stages needs a newer torch, which compiles where random numbers are keyed; "
-            f"got {torch.__version__}. Update torch, or pass the module uncompiled."
+            "`torch.compile` of a swarm's stages needs a newer torch, which compiles under a dispatch mode; got "
+            f"{torch.__version__}. Update torch, or pass the module uncompiled."
         )
 
 
@@ -206,7 +205,7 @@ def check_ckpt_path(path: object) -> None:
         raise ConfigError.like(
             FileNotFoundError,
             f"Checkpoint file not found: {path}. `ckpt_path` must be a checkpoint's path, 'best' or 'last'. "
-            f"Correct it, seen from {Path.cwd()}, or leave it out.",
+            f"Correct it, relative to {Path.cwd()}, or leave it out.",
         )
 
 
@@ -214,8 +213,8 @@ def check_folder(path: object, storage_options: object) -> None:
     """Refuse to write a sharded checkpoint anywhere but to a folder of this machine, or with storage options."""
     if "://" in str(path):
         raise ConfigError(
-            f"with `state_dict_type='sharded'` servers write into a folder, got {str(path)!r}. Name one that this "
-            "machine sees as a path, or use `state_dict_type='full'`."
+            f"with `state_dict_type='sharded'` servers write into a local folder, got {str(path)!r}. Name such a "
+            "folder, or use `state_dict_type='full'`."
         )
     if storage_options is not None:
         raise ConfigError.like(
@@ -246,12 +245,12 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     optimizer = optimizers[0]
     if not parameters_of(optimizer):  # Lightning's stand-in for None
         raise ConfigError(
-            "`configure_optimizers` must return an optimizer with parameters, got none: a swarm trains. Return one, or "
-            "leave `strategy` out for a loop that only reads batches."
+            "`configure_optimizers` must return an optimizer with parameters, got none. Return one, or leave out "
+            "`strategy` for a loop that only reads batches."
         )
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(
-            f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
+            f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW."
         )
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its `__init__` does not call torch's
         Optimizer.__setstate__(optimizer, {})
@@ -326,7 +325,7 @@ def new_selection(
     if new := sorted(found.groups.keys() - known):
         raise ConfigError(
             f"parameters must be in the module when a run begins, got new ones in its optimizer: {new[:5]}. Make them "
-            "in `__init__`, `setup` or `configure_model`, frozen for as long as they are not to train."
+            "in `__init__`, `setup` or `configure_model`, and freeze them until they train."
         )
     # New frozen parameters stay on this trainer.
     selection = replace_fields(found, frozen=[name for name in found.frozen if name in known])
@@ -342,8 +341,8 @@ def new_selection(
         assert session.selection is not None
         changed = sorted(set(session.selection.frozen) ^ set(selection.frozen)) or "parameter groups"
         raise ConfigError(
-            "which parameters train, and in which group, may change only where a step begins, for its gradients "
-            f"are summed on the servers: {changed} changed with {pending_samples} samples in the open step. "
+            "the set of trained parameters, and their groups, may change only when a step begins, because servers sum "
+            f"its gradients: {changed} changed with {pending_samples} samples in the open step. "
             "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
             "divides the samples of an epoch."
         )
@@ -362,9 +361,9 @@ def check_untouched(module: LightningModule, optimizer: Optimizer, around: Local
     ]
     if touched:
         raise ConfigError(
-            "a loss may reach the pipeline's weights through its forward only, for they live on the servers: "
-            f"it reached {touched[:5]} directly. Use the optimizer's weight decay in place of a penalty, and call "
-            "the whole pipelined module in place of one of its blocks."
+            "a loss may reach the pipeline's weights only through its forward, because they live on the servers: "
+            f"it reached {touched[:5]} directly. Use the optimizer's weight decay instead of a penalty, and call the "
+            "whole pipelined module instead of one of its blocks."
         )
 
 
@@ -372,13 +371,13 @@ def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
     """Refuse to insert boundary layers into a model that a callback has copied, or that is `restored` without them."""
     if restored:
         raise ConfigError(
-            "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
-            "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`: the optimizer's "
-            "state would not fit."
+            "a resumed run has the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
+            "Leave `boundary` out; or load only the weights into the module and begin without `ckpt_path`, because the "
+            "optimizer's state would not fit."
         )
     for callback in callbacks_of(trainer, "StochasticWeightAveraging", "WeightAveraging"):
         raise ConfigError(
-            "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
+            "boundary layers must be in the model before callbacks copy it, but `boundary` inserts them later: got "
             f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
         )
 
@@ -387,8 +386,8 @@ def check_in_memory(module: LightningModule, what: str) -> None:
     """Refuse a use of all weights in this process if some are on the meta device; `what` describes the use."""
     if is_on_meta(module):
         raise ConfigError(
-            f"a module on torch's meta device has its weights on the servers only, got {type(module).__name__} where "
-            f"{what}. Build it without `torch.device('meta')`, if this machine has room for all of it."
+            f"a module on torch's meta device has its weights only on the servers, got {type(module).__name__} where "
+            f"{what}. Build it without `torch.device('meta')`, if it fits on this machine."
         )
 
 
@@ -407,8 +406,8 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
     """Refuse settings and callbacks that do not work with several trainers."""
     if config.settings.target_batch_size is None:
         raise ConfigError(
-            "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
-            "of one trainer; got None. Set the number of samples of a step, those of all trainers together."
+            "`role='both'` on several devices needs `target_batch_size`, because Lightning counts only the batches of "
+            "one trainer; got None. Set the number of samples of a step, summed over all trainers."
         )
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(
@@ -423,13 +422,13 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
         )
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS):
         raise ConfigError(
-            "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
-            f"got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
+            "callbacks must not change weights, or which parameters train, while other trainers are in the middle of a "
+            f"batch: got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
         )
 
 
 def check_scaling(run: RunState, *, scales: bool) -> None:
-    """Refuse a trainer that scales its losses where the run's trainers do not, or the other way around."""
+    """Refuse a trainer that scales its losses if the run's trainers do not, or the reverse."""
     if run.is_shared and (run.scaling is not None) != scales:
         does, here = ("do", "does not") if run.scaling is not None else ("do not", "does")
         raise ConfigError(
@@ -443,7 +442,7 @@ def check_servers(config: SwarmConfig, num_devices: int) -> None:
     if config.role == "trainer" and num_devices < 2 and not config.initial_peers:
         raise ConfigError(
             f"`role='trainer'` needs servers: `devices` must be at least 2, got {num_devices}. "
-            "Raise `devices`, name servers that wait in `initial_peers`, or leave `role` out."
+            "Raise `devices`, name waiting servers in `initial_peers`, or leave `role` out."
         )
 
 

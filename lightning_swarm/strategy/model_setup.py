@@ -67,7 +67,7 @@ def stays_whole(strategy: StrategyBase, module: LightningModule) -> bool:
     if stages:
         return not ranges_of(stages)
     config = strategy.config
-    if not config.leaves_whole(strategy.num_devices) or partition.defines_stages(module):
+    if not config.may_stay_uncut(strategy.num_devices) or partition.defines_stages(module):
         return False
     return config.role == "both" or strategy.is_plain or not partition.can_be_cut(module)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 def check(strategy: SwarmStrategy, trainer: Trainer, call_arguments: Mapping[str, Any]) -> None:
     """Refuse unsupported settings and models, as far as they are known before the model is configured."""
-    # `call_arguments`: the arguments of the Trainer's method, by name; also in `serve`.
+    # `call_arguments`: the arguments of the Trainer's method, by name.
     module, config = trainer.lightning_module, strategy.config
     checks.check_trainer(trainer, module, config)
     strategy.count_trainers(trainer)
@@ -84,28 +84,27 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
     """Return the loader that replaces the user's training loader: it reads this trainer's part of the data."""
     config = strategy.config
     joins = strategy.joined is not None
-    # Makes the loader of this trainer's part of the data.
-    part = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
-    # Whether trainers may share one order of batches. With `delay_optimizer_step`, one trainer brings all batches.
-    together = (
+    own_share = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
+    # With `delay_optimizer_step`, only one trainer may read data.
+    may_share_order = (
         config.role == "both"
         and config.settings.target_batch_size is not None
         and not config.settings.delay_optimizer_step
     )
-    if (together or strategy.is_shared) and can_share(dataloader, trainer):
+    if (may_share_order or strategy.is_shared) and can_share(dataloader, trainer):
         assert strategy.data is not None
-        made: object = strategy.data.share(dataloader, part)
+        loader: object = strategy.data.share(dataloader, own_share)
     else:
-        made = part()
-    strategy.rollback.loader_made(made)
-    return made
+        loader = own_share()
+    strategy.rollback.loader_made(loader)
+    return loader
 
 
-def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_windows: Callable[[], float]) -> float:
-    """Return the optimizer steps of a whole fit; `by_windows` counts one for each window of accumulated batches."""
+def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, estimate: Callable[[], float]) -> float:
+    """Return the optimizer steps of a whole fit; `estimate` is Lightning's, which counts windows of batches."""
     if strategy.total_steps is not None:
         return strategy.total_steps
-    steps = by_windows()  # also loads the data
+    steps = estimate()  # also loads the data
     # With a target, a step ends after a number of samples, not of batches.
     target, combined = strategy.config.settings.target_batch_size, trainer.fit_loop._combined_loader
     if target is None or trainer.max_epochs == -1 or combined is None:
@@ -121,7 +120,7 @@ def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, by_window
 
 
 def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
-    """Reseed this process if it is a further trainer, and record the storages of tensors on the meta device."""
+    """Reseed this process if it is not the first trainer, and record the storages of tensors on the meta device."""
     if strategy.joined is not None:
         extra_trainers.reseed(strategy.own_peer.boot_id)
     elif not strategy.is_global_zero:
@@ -133,8 +132,8 @@ def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
 # ------------------------------------------------------------------ the run
 
 
-def begin(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
-    """Start or join the run."""
+def enter_run(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
+    """Start or join the run; `connect` must follow."""
     module, config, peer = trainer.lightning_module, strategy.config, strategy.own_peer
     if not strategy.is_global_zero:
         extra_trainers.drop_lead_schedulers(trainer)
@@ -167,27 +166,13 @@ def begin(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
         )
 
 
-def connect(strategy: SwarmStrategy, run: SwarmRun) -> None:
-    """Connect module and loop to the run."""
-    fitting = run.trainer.state.fn == TrainerFn.FITTING
-    strategy.initial_weights.mark_used(run.trainer.lightning_module, trains=fitting)
-    if not run.model.blocks.is_empty:
-        run.undo.enter_context(on_this_thread())
-        run.undo.callback(intercept(run.model.blocks, run.session.pipeline).remove)
-    if fitting:
-        checks.check_scaling(run.session.run, scales=scaling_of(run.trainer) is not None)
-        _connect_loop(strategy, run)
-    if run.session.is_lead:
-        _connect_weights(strategy, run)
-
-
 def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
-    """Start a run as its lead, or join it as a further trainer."""
+    """Start a run as its lead, or join it as one of several trainers."""
     config, rollback, device = strategy.config, strategy.rollback, strategy.root_device
     follower = strategy.own_peer.follower
     if strategy.joined is not None and not (rollback.is_resuming or rollback.begins_anew):
         serves = config.role == "both"
-        # With all weights, its server could also take the lead over.
+        # Only a server with all weights can take over the lead.
         inherits = serves and model_setup.has_whole_model(trainer.lightning_module, config)
         session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, may_take_over=inherits)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
@@ -219,7 +204,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
     config, restored_step = strategy.config, strategy.checkpoints.restored_step
     clip_at = trainer.gradient_clip_val or None  # Lightning's 0 means no clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-    # The steps of a `LearningRateFinder`, say, do not count as the run's, and Lightning limits them itself.
+    # Steps of trial callbacks, such as `LearningRateFinder`, are not the run's, and Lightning limits them itself.
     is_limited = trainer.max_steps != -1 and not callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
     return RunSpec(
         ranges=strategy.ranges,
@@ -250,6 +235,20 @@ def _total_steps(trainer: Trainer) -> int | None:
     return int(steps) if steps != float("inf") else None
 
 
+def connect(strategy: SwarmStrategy, run: SwarmRun) -> None:
+    """Connect the module, the loop and, at the lead, the weights to the run."""
+    fitting = run.trainer.state.fn == TrainerFn.FITTING
+    strategy.initial_weights.mark_used(run.trainer.lightning_module, trains=fitting)
+    if not run.model.blocks.is_empty:
+        run.undo.enter_context(on_this_thread())
+        run.undo.callback(intercept(run.model.blocks, run.session.pipeline).remove)
+    if fitting:
+        checks.check_scaling(run.session.run, scales=scaling_of(run.trainer) is not None)
+        _connect_loop(strategy, run)
+    if run.session.is_lead:
+        _connect_weights(strategy, run)
+
+
 def _connect_loop(strategy: SwarmStrategy, run: SwarmRun) -> None:
     run.data.open(run.session)
     run_log = _open_log(strategy.rollback, run) if run.session.is_lead else None
@@ -261,7 +260,7 @@ def _connect_loop(strategy: SwarmStrategy, run: SwarmRun) -> None:
 
 
 def _open_log(rollback: Rollback, run: SwarmRun) -> RunLog:
-    """Begin to log the run's changes of membership; after a rollback, also the peers that it lost."""
+    """Begin to log the run's membership changes; after a rollback, also the peers that it lost."""
     if rollback.membership is None:
         rollback.membership = Membership(run.session.run, run.peer.lead.addresses)
     run_log = RunLog(run.trainer, run.session, rollback.membership)
@@ -283,7 +282,7 @@ def _connect_weights(strategy: SwarmStrategy, run: SwarmRun) -> None:
     if run.gathers_weights:
         run.undo.callback(WeightSync(trainer, weights, access).close)
     if fitting and config.gather_on_end and not run.gathers_weights:
-        rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
+        rank_zero_info("The model is on torch's meta device: only checkpoints will contain the trained weights.")
     if fitting and strategy.checkpoints.writes_files:
         strategy.checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)
 
@@ -295,13 +294,13 @@ def serve(
     strategy: SwarmStrategy,
     trainer: Trainer,
     datamodule: LightningDataModule | None,
-    call_arguments: Mapping[str, Any] | None = None,  # those of the Trainer's method; None: this peer never leads
+    call_arguments: Mapping[str, Any] | None = None,  # arguments of the Trainer's method; None: this peer never leads
 ) -> str | None:
     """Serve until the run is over. If the lead dies and this peer must lead, return the checkpoint to start from."""
     module, peer = strategy.own_module, strategy.own_peer
     strategy.connect(module)
     model_setup.set_up(trainer, module, datamodule)
-    restore = model_setup.remember(module)  # serving changes the module, with which this peer may have to lead
+    restore = model_setup.remember(module)  # serving changes the module, but a takeover needs it unchanged
     model = model_setup.served_model(strategy, module)
     inherits = call_arguments is not None and model_setup.could_lead(trainer, module, strategy.config, call_arguments)
     peer.serve(model, may_take_over=inherits)
@@ -314,6 +313,6 @@ def serve(
     peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
     peer.release(target.version)
     restore(model)
-    if shared:  # other trainers are in the run
+    if shared:  # the run has other trainers
         strategy.config = replace(strategy.config, role="both")
     return str(target.path)

@@ -343,7 +343,7 @@ class SwarmStrategy(StrategyBase):
         startup.prepare_module(self, trainer)
         super().setup(trainer)
         if not model_setup.computes_alone(self, trainer):
-            self.run = startup.begin(self, trainer)
+            self.run = startup.enter_run(self, trainer)
             startup.connect(self, self.run)
 
     start_run = startup.start_run

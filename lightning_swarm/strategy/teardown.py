@@ -30,12 +30,11 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     except Exception as error:  # noqa: BLE001 - raised here, it would keep Lightning from its teardown
         exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
     if isinstance(exception, StepError | PeerError) and run is not None and run.loop is not None:
-        exception.add_note(_how_to_go_on(run.trainer))
+        exception.add_note(_resume_advice(run.trainer))
     if strategy.is_global_zero:
-        _keep_weights(strategy)
+        _gather_weights(strategy)
     elif strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):
-        # The run continues without this trainer.
-        if run is not None:
+        if run is not None:  # it continues without this trainer
             with contextlib.suppress(SwarmError):  # the run may be over
                 run.retire(f"{type(exception).__name__}: {exception}")
         if strategy.swarm_launcher is not None:
@@ -43,8 +42,8 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
         strategy.peer.follower.leave_in_order()
 
 
-def _how_to_go_on(trainer: Trainer) -> str:
-    """Return the advice for a user whose run broke off: the newest checkpoint to start from."""
+def _resume_advice(trainer: Trainer) -> str:
+    """Advise the user of a failed run to resume from its newest checkpoint."""
     saved = {
         Path(path)
         for callback in trainer.checkpoint_callbacks
@@ -52,12 +51,12 @@ def _how_to_go_on(trainer: Trainer) -> str:
         if (path := getattr(callback, name, "")) and Path(path).exists()
     }
     if not saved:
-        return "No checkpoint of this run is left to go on from: start it again, with a ModelCheckpoint."
+        return "This run has no checkpoint to resume from: start it again, with a ModelCheckpoint."
     newest = max(saved, key=lambda path: path.stat().st_mtime)
-    return f"Start the run again with `ckpt_path={str(newest)!r}`: it goes on from there, with the peers that it finds."
+    return f"Start the run again with `ckpt_path={str(newest)!r}`: it resumes there, with the peers that it finds."
 
 
-def _keep_weights(strategy: SwarmStrategy) -> None:
+def _gather_weights(strategy: SwarmStrategy) -> None:
     """Gather the weights trained so far into the lead's module, if it should hold them and the swarm can send them."""
     run, weights = strategy.run, strategy.weights
     if run is None or weights is None or not run.gathers_weights or not weights.stale:
@@ -65,7 +64,7 @@ def _keep_weights(strategy: SwarmStrategy) -> None:
     try:
         weights.gather_into_module(strategy.optimizers[0], timeout=run.config.limits.leave_timeout)
     except Exception as error:  # noqa: BLE001 - raised here, it would keep Lightning from its teardown
-        _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
+        _log.warning("The module keeps older weights than the swarm had when the run failed: %r", error)
 
 
 def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
@@ -86,13 +85,31 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
             strategy.checkpoints.close_files()
     finally:
         if rolls_back:
-            _release(strategy)
+            _release_peers(strategy)
         else:
             strategy.leave()
 
 
-def _release(strategy: SwarmStrategy) -> None:
-    """End the run, but none of the peers."""
+def leave(strategy: SwarmStrategy) -> None:
+    """End the run and this machine's peers. May be called twice."""
+    _end_run(strategy)
+    strategy.rollback.end_fit()
+    peer, strategy.peer = strategy.peer, None
+    was_in_run = peer is not None and (peer.lead.run is not None or strategy.joined is not None)
+    strategy.restore_rank()
+    try:
+        if peer is not None:
+            try:
+                peer.lead.dismiss_others()
+            finally:
+                peer.close()
+    finally:
+        if strategy.swarm_launcher is not None:
+            strategy.swarm_launcher.end_children(strategy.config.limits.leave_timeout, dismissed=was_in_run)
+
+
+def _release_peers(strategy: SwarmStrategy) -> None:
+    """End the run, but keep its peers for the next one."""
     first_step = strategy.rollback.first_step
     assert first_step is not None or not strategy.is_global_zero
     _end_run(strategy)
@@ -114,21 +131,3 @@ def _end_run(strategy: SwarmStrategy) -> None:
     strategy.run = strategy.data = None
     if strategy.weights is not None:
         strategy.weights.end_run()
-
-
-def leave(strategy: SwarmStrategy) -> None:
-    """End the run and this machine's peers. May be called twice."""
-    _end_run(strategy)
-    strategy.rollback.end_fit()
-    peer, strategy.peer = strategy.peer, None
-    began = peer is not None and (peer.lead.run is not None or strategy.joined is not None)
-    strategy.restore_rank()
-    try:
-        if peer is not None:
-            try:
-                peer.lead.dismiss_others()
-            finally:
-                peer.close()
-    finally:
-        if strategy.swarm_launcher is not None:
-            strategy.swarm_launcher.end_children(strategy.config.limits.leave_timeout, dismissed=began)

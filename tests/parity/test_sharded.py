@@ -248,7 +248,7 @@ def test_a_broken_folder_is_refused_before_anything_starts(
 
 @pytest.mark.parametrize(
     ("path", "options", "message"),
-    [("s3://bucket/one.ckpt", None, "write into a folder, got 's3"), ("one.ckpt", {}, "`storage_options` are for a")],
+    [("s3://bucket/one.ckpt", None, "a local folder, got 's3"), ("one.ckpt", {}, "`storage_options` are for a")],
 )
 def test_where_no_folder_can_be_written(path: str, options: Any, message: str) -> None:
     run = run_swarm(in_memory, loader(digits()), max_steps=2, **SHARDED)

@@ -89,8 +89,8 @@ def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], words: l
     ("changes", "words"),
     [
         ({"microbatch_size": None}, ["microbatch_size", "got None", "Set the number of samples"]),
-        ({"role": "both"}, ["one process must train", "got role 'both'", "Use role 'auto'"]),
-        ({"split": "time"}, ["cut alike", "got split 'time'", "Leave `split` out"]),
+        ({"role": "both"}, ["one process may train", "got role 'both'", "Use role 'auto'"]),
+        ({"split": "time"}, ["cut the model alike", "got split 'time'", "Leave `split` out"]),
         *(
             (
                 {"compression": Compression(averaging=name)},
@@ -130,8 +130,8 @@ def test_where_other_machines_come_only_invited_peers_do(changes: dict[str, Any]
 @pytest.mark.parametrize("changes", [{"trust": "invited"}, {"trust": "open"}, {"invite": "a.invite"}])
 def test_who_says_whom_to_trust_wants_a_swarm(changes: dict[str, Any]) -> None:
     plain = {"listen": HostPort.to_listen("127.0.0.1"), "rebalancing": "gain"}
-    assert config(**plain).is_for_one(1)
-    assert not config(**plain, **changes).is_for_one(1)
+    assert config(**plain).needs_no_swarm(1)
+    assert not config(**plain, **changes).needs_no_swarm(1)
 
 
 def test_who_joins_only_serves_unless_told_otherwise() -> None:

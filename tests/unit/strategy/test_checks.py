@@ -111,19 +111,19 @@ def swarm(options: dict[str, Any] | None = None, **trainer: Any) -> L.Trainer:
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "no data": (
         lambda: swarm().fit(Net()),
-        "`fit` must have data: it was given no dataloader and no data module, and Net has no `train_dataloader`. Give",
+        "`fit` must have data: got no dataloader and no data module, and Net has no `train_dataloader`. Pass",
     ),
     "no data in the data module": (
         lambda: swarm().fit(Net(), Data()),
-        "`fit` must have data: it was given a data module, and Data has no `train_dataloader`. Give it one",
+        "`fit` must have data: got a data module, and Data has no `train_dataloader`. Pass a",
     ),
     "no data in a data module by name": (
         lambda: swarm().predict(Net(), datamodule=Data()),
-        "`predict` must have data: it was given a data module, and Data has no `predict_dataloader`. Give it one",
+        "`predict` must have data: got a data module, and Data has no `predict_dataloader`. Pass a",
     ),
     "no data to validate on": (
         lambda: swarm().validate(Net()),
-        "`validate` must have data: it was given no dataloader and no data module, and Net has no `val_dataloader`",
+        "`validate` must have data: got no dataloader and no data module, and Net has no `val_dataloader`",
     ),
     "no stages": (
         lambda: swarm({"num_stages": 0}).fit(Net(), loader()),
@@ -183,7 +183,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a boundary after what says no features": (
         lambda: swarm({"split": ["2"], "boundary": Maxout(ratio=2)}).fit(Net(), loader()),
-        "the number of features after 'net.1' must be known, and Tanh has no layer that says it",
+        "the number of features after 'net.1' must be known, but Tanh has no layer that shows it",
     ),
     "a boundary behind a callback's back": (
         lambda: swarm(
@@ -290,12 +290,12 @@ def test_a_run_that_breaks_off_says_how_to_go_on(tmp_path: Path, saves: bool) ->
         (saved,) = tmp_path.glob("*.ckpt")
         assert note.startswith(f"Start the run again with `ckpt_path={str(saved)!r}`")
     else:
-        assert note.startswith("No checkpoint of this run is left")
+        assert note.startswith("This run has no checkpoint to resume from")
 
 
 def test_a_notebook_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_swarm.strategy.checks._IS_INTERACTIVE", True)
-    with pytest.raises(ConfigError, match=r"notebook .* `devices` must be 1: .* got 2\. Use `devices=1`"):
+    with pytest.raises(ConfigError, match=r"notebook .* `devices` must be 1, .* got 2\. Use `devices=1`"):
         swarm()
     assert swarm(devices=1).num_devices == 1
 
