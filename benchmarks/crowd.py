@@ -228,7 +228,7 @@ class Swarm:
     @property
     def newest(self) -> Record:
         """What was decided last."""
-        record = self.trainers[0].steps.generation.newest_waited
+        record = self.trainers[0].steps.generation.newest_record
         assert record is not None
         return record
 

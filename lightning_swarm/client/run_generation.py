@@ -41,7 +41,7 @@ class BatchJournal:
     def note_granted(self, grant: Grant, request: GrantRequest) -> None:
         """Record a batch's grant."""
         self._begun = True
-        for key, lease in self._leases.items():  # a trainer brings one batch at a time: an unfinished one was struck
+        for key, lease in self._leases.items():  # a trainer runs one batch at a time, so unfinished batches were struck
             self._leases[key] = replaced(lease, withdrawn=lease.withdrawn or lease.completed is None)
         self._leases[grant.step, grant.lease] = Lease(grant=grant, request=request)
         self._metrics.pop((grant.step, grant.lease), None)
@@ -74,7 +74,7 @@ class BatchJournal:
             self._close_requests[request.step] = request.total_weight
 
     def note_withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
-        """Record that a batch does not count, and that its place stays empty."""
+        """Record that a batch does not count and leaves its place empty."""
         self._metrics.pop((step, lease), None)
         if entry := self._leases.get((step, lease)):
             self._leases[step, lease] = replaced(entry, withdrawn=True, logs=[], dropped=entry.dropped or dropped)
@@ -89,7 +89,7 @@ class BatchJournal:
         return 0 if entry is None else entry.grant.first
 
     def finished_batches(self, step: int) -> list[Lease]:
-        """Return the batches, from this step on, that are finished and count as far as this trainer knows."""
+        """Return the finished batches from this step on that count, as far as this trainer knows."""
         return [
             entry
             for entry in self._leases.values()
@@ -97,7 +97,7 @@ class BatchJournal:
         ]
 
     def apply_record(self, record: Record) -> tuple[list[Lease], list[Lease]]:
-        """Apply a record; return finished batches that it does not count, and batches of steps with missed records."""
+        """Apply a record; return finished batches that it does not count, and those of steps with missed records."""
         step, found = record.step, self.finished_batches(self._newest_recorded + 1)
         lost = [entry for entry in found if entry.grant.step == step and not record.closing.counts(entry.grant.first)]
         unknown = [entry for entry in found if entry.grant.step < step]
@@ -130,7 +130,7 @@ Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class DecidedRecord:
-    """A record that this trainer waited for, with the values that the lead logs for it."""
+    """A decided step's record, with the values that the lead logs for it."""
 
     record: Record
     logs: Sequence[LoggedValue]  # logged by other trainers for batches that the record counts
@@ -141,7 +141,7 @@ class DecidedRecord:
 class PiggybackedRequests:
     """Requests that a lone trainer sends with a batch's report, to save a round trip for each."""
 
-    wait_for_step_end: bool = False  # the batch probably closes its step: the report also waits as `wait_closed` does
+    wait_for_step_end: bool = False  # also wait as `wait_closed` does, because the batch probably closes its step
     num_samples: int | None = None  # size of the next batch; None: request no place
     gradient_scale: float = 1.0  # multiplies the loss of the next batch
 
@@ -158,16 +158,14 @@ class TrainerGeneration:
     open_step: int = field(init=False)  # the step that grants places, as far as this trainer knows
     journal: BatchJournal = field(default_factory=BatchJournal)
     reserved: tuple[Grant, GrantRequest] | None = None  # granted in advance for the next batch
-    # Result of `StepClient.wait_closed` for the step of the newest batch, if it was requested with the end of the
-    # batch.
+    # Result of `StepClient.wait_closed` for the newest batch's step, if its report included that request.
     step_ended: bool | None = None
-    # Only at the lead: a delayed step that is decided, or about to be; its record has not come here yet.
+    # Only at the lead: a late step that is decided or about to be, whose record has not arrived yet.
     imminent_step: int | None = None
     hyperparameters: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # step -> values, until decided
-    newest_waited: Record | None = None  # newest record that this trainer waited for; kept when `records` are collected
+    newest_record: Record | None = None  # newest record received here; kept when `records` are collected
     records: list[DecidedRecord] = field(default_factory=list)  # records that the loop has not collected, oldest first
-    # Leases of finished batches that their steps do not count; the batches may run again.
-    lost: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)  # leases of finished batches that do not count and may run again
 
     def __post_init__(self) -> None:
         self.number, self.open_step = self.run.manifest.generation, self.run.version

@@ -94,7 +94,7 @@ class Session:
     @property
     def newest_record(self) -> Record | None:
         """The newest record that this trainer waited for."""
-        return self._steps.generation.newest_waited
+        return self._steps.generation.newest_record
 
     @property
     def open_step(self) -> int:
@@ -159,7 +159,7 @@ class Session:
         self.pipeline.context.events.note(
             "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
         )
-        self._runtime.run(self._steps.tell_events())
+        self._runtime.run(self._steps.report_events())
 
     # ------------------------------------------------------------------ a batch
 
@@ -373,7 +373,7 @@ class Session:
         """Restore records that a saved loop had not collected yet, when the loop resumes."""
         generation = self._steps.generation
         generation.records = list(news.records)
-        generation.newest_waited = news.records[-1].record if news.records else None
+        generation.newest_record = news.records[-1].record if news.records else None
 
     def receive_record(self, step: int) -> DecidedRecord | None:
         """Collect a step's record. Not at the lead: None if this trainer missed it, and knows only a later record."""

@@ -128,7 +128,7 @@ class StepClient:
 
     def _check_current(self, generation: TrainerGeneration) -> None:
         if generation is not self.generation:
-            raise WentBack(f"the run has rolled back to generation {self.generation.number} since this was asked for")
+            raise WentBack(f"the run has rolled back to generation {self.generation.number} since this request")
 
     async def change(self, change: StepChange) -> None:
         """Send the change with which the open step begins. No place may be granted in it yet."""
@@ -137,7 +137,7 @@ class StepClient:
         await self._coordinator.call(rpc.CHANGE, request)
 
     async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
+        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or resumes."""
         self._journal.note_plan(plan, position, self.run.position)
         request = PlanRequest(generation=self.generation.number, plan=plan, position=position)
         await self._coordinator.call(rpc.PLAN, request)
@@ -157,7 +157,7 @@ class StepClient:
             found = await self.request_grant(serial, num_samples, gradient_scale)
             if isinstance(found, Grant):
                 return found
-            assert found is not None, "only a batch of a shared dataset can be in another trainer's hands"
+            assert found is not None, "only a batch of a shared dataset may need no place"
             await self.wait_closed(found)
 
     def next_serial(self) -> int:
@@ -267,8 +267,8 @@ class StepClient:
         """At the lead: ask to close the open step with its present batches; returns as `done`."""
         return await self._finish(replaced(self._report(), close=True, total_weight=total_weight))
 
-    async def tell_events(self) -> None:
-        """Report this trainer's new events to the coordinator, and so to the lead."""
+    async def report_events(self) -> None:
+        """Report this trainer's new events to the coordinator, which forwards them to the lead."""
         await self._finish(self._report())
 
     def _report(
@@ -303,7 +303,7 @@ class StepClient:
         return await self._send_report(report)
 
     async def _send_report(self, report: BatchDone) -> bool:
-        """Send a report, and apply what comes with the answer; return whether its step closes now."""
+        """Send a report, and apply the answer's contents; return whether its step closes now."""
         generation = self.generation
         try:
             reply = await self._ask(rpc.DONE, report)
@@ -315,10 +315,10 @@ class StepClient:
         # If the step closes, `reply.ended` answers the request `report.ends`. Otherwise it carries the record of the
         # late step whose number is `reply.imminent`.
         if reply.ended is not None and reply.closing:
-            over = await self._learn_reply(report.step, reply.ended, decided=False)
+            over = await self._apply_reply(report.step, reply.ended, decided=False)
             generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
         elif reply.ended is not None and reply.imminent is not None:
-            over = await self._learn_reply(reply.imminent, reply.ended, decided=True)
+            over = await self._apply_reply(reply.imminent, reply.ended, decided=True)
             generation.imminent_step = reply.imminent if over is None else None
         if reply.grant is not None and report.following is not None:
             generation.journal.note_granted(reply.grant, report.following)
@@ -327,35 +327,35 @@ class StepClient:
 
     async def report_revoked(self, lease: int) -> None:
         """Report a batch that a server or the coordinator reported as struck, before it runs again in another place."""
-        # The peer that granted its place may not know that another peer coordinates, which may wait for the batch.
+        # The peer that granted its place may be a former coordinator; the current one may wait for the batch.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
 
     async def wait_for_record(self, step: int) -> Record | None:
-        """Wait for the record of `step` or a newer one; None if `step` takes batches again. `StepError`: it failed."""
-        return self.generation.newest_waited if await self._wait_until_over(step, decided=True) else None
+        """Wait for the record of `step` or a newer one; None if `step` reopened. `StepError`: it failed."""
+        return self.generation.newest_record if await self._wait_until_over(step, decided=True) else None
 
     async def wait_closed(self, step: int) -> bool:
-        """Wait until the step after `step` is open; False if a batch was withdrawn, and `step` takes batches again."""
+        """Wait until the step after `step` is open; False if a batch was withdrawn, so that `step` reopened."""
         return await self._wait_until_over(step, decided=False)
 
     async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
-        """Poll until the step is over; False if it takes batches again. If `decided`, its record must be here, too."""
+        """Poll until the step is over; False if it reopened. If `decided`, also wait for its record."""
         while True:
-            # Each poll is answered in time; the coordinator bounds the time of all polls.
+            # Each poll returns in time; the coordinator bounds the total.
             reply = await self._ask(rpc.RECORD, self._record_request(step, decided=decided))
-            over = await self._learn_reply(step, reply, decided=decided)
+            over = await self._apply_reply(step, reply, decided=decided)
             if over is not None:
                 return over
 
-    async def _learn_reply(self, step: int, reply: RecordReply, *, decided: bool) -> bool | None:
-        """Apply a reply's record; True if the step is over, False if it takes batches again, None if neither yet."""
+    async def _apply_reply(self, step: int, reply: RecordReply, *, decided: bool) -> bool | None:
+        """Apply a reply's record; return True if the step is over, False if it reopened, None if it still closes."""
         generation = self.generation
         if reply.record is not None:
-            generation.newest_waited = reply.record
+            generation.newest_record = reply.record
             if reply.record.step >= self.version:
-                await self._learn(reply.record, reply)
+                await self._apply_record(reply.record, reply)
         generation.open_step, generation.imminent_step = max(reply.open, self.version), None
         if self.version > step or (self.open_step > step and not decided):
             return True
@@ -383,8 +383,8 @@ class StepClient:
             resumable=None if self.resumable is None else sorted(self.resumable()),
         )
 
-    async def _learn(self, record: Record, reply: RecordReply) -> None:
-        """Apply a record, and keep the values that came with it."""
+    async def _apply_record(self, record: Record, reply: RecordReply) -> None:
+        """Apply a record, and keep the values that the reply brings with it."""
         if reply.seats is None and record.step != self.version:
             raise ProtocolError(f"record {record.step} came without the run's members, and {self.version} is open here")
         generation = self.generation
@@ -399,8 +399,8 @@ class StepClient:
         self.events.learn(reply.noted)  # later replies omit them for a trainer that knows the record
         metrics: list[Metrics] = []
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # kept even if the rest fails
-        # A finished batch may still be struck: its gradients were lost with servers and could not be computed again, or
-        # a new coordinator never heard of it.
+        # A finished batch may still be struck, if its gradients were lost and could not be computed again, or if a new
+        # coordinator never received its report.
         lost, unknown = generation.journal.apply_record(record)
         for lease in lost:
             generation.journal.note_withdrawn(record.step, lease.grant.lease)
@@ -414,7 +414,7 @@ class StepClient:
         """At the lead: raise `FalseWorkCounted` if false work may have counted and the run can go back."""
         if not record.goes_back or self.can_go_back is None:
             return
-        reasons = [f"{one.peer} {one.reason}" for one in record.convicted or ()]
+        reasons = [f"{conviction.peer} {conviction.reason}" for conviction in record.convicted or ()]
         error = FalseWorkCounted(reasons, self.run.sound_version_after(record.step))
         if await self.can_go_back():
             raise error
@@ -434,16 +434,16 @@ class StepClient:
         request = MetricsRequest(generation=self.generation.number, step=step, first=first)
         head, tensors = await self._coordinator.stream(rpc.TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         if not head:
-            _log.warning("What the batch at position %d of step %d added to metrics is lost.", first, step)
+            _log.warning("The metric updates of the batch at position %d of step %d are lost.", first, step)
             return []
         return [(decode(head, BatchMetrics).metrics, tensors)]
 
     async def renew(self) -> None:
-        """Report that this trainer lives, as in a long validation while a record waits. Raise the open step's error."""
+        """Report that this trainer is alive, as during a long validation. Raises the open step's error."""
         await self._call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches; return once a record removes this trainer, unless no record can."""
+        """Not at the lead: stop training; return once a record removes this trainer, or no record can."""
         request = RetireRequest(reason=reason[:_MAX_REASON])
         with contextlib.suppress(NotEnlisted):
             while not (await self._coordinator.call(rpc.RETIRE, request)).retired:

@@ -106,13 +106,13 @@ class NotedStrategy(SwarmStrategy):
         super().setup(trainer)
         assert self.run is not None
         generation, steps = self.generation, self.run.session._steps
-        learn = steps._learn
+        learn = steps._apply_record
 
         async def noted(record: Record, reply: RecordReply) -> None:
             await learn(record, reply)
             self._notes.write("record", generation, places_of(record))
 
-        steps._learn = noted  # type: ignore[method-assign]
+        steps._apply_record = noted  # type: ignore[method-assign]
         assert self.peer is not None
         self._notes.write("begun", generation, self.run.session.run.manifest.first_step, self.peer.address)
 

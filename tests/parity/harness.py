@@ -266,14 +266,14 @@ class _Watch:
             return
         assert trainer.strategy.run is not None
         session = trainer.strategy.run.session
-        learn = session._steps._learn
+        learn = session._steps._apply_record
 
         async def noted(record: Record, reply: RecordReply) -> None:
             await learn(record, reply)
             self.records.append(record)
             self.rosters.append(session.run.rosters)
 
-        session._steps._learn = noted  # type: ignore[method-assign]
+        session._steps._apply_record = noted  # type: ignore[method-assign]
 
     @override
     def on_before_optimizer_step(

@@ -287,7 +287,7 @@ class ThreadStrategy(SwarmStrategy):
         assert self.run is not None
         steps = self.run.session._steps
         self.manifests.append(self.run.session.run.manifest)
-        learn = steps._learn
+        learn = steps._apply_record
 
         async def noted(record: Record, reply: RecordReply) -> None:
             await learn(record, reply)
@@ -297,7 +297,7 @@ class ThreadStrategy(SwarmStrategy):
                 self._seen.trainers_of_the_run = steps.run.trainers
                 self._seen.steps.append(places_of(record))
 
-        steps._learn = noted  # type: ignore[method-assign]
+        steps._apply_record = noted  # type: ignore[method-assign]
 
 
 class _ThreadLauncher(_InlineLauncher):

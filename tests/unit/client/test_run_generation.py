@@ -26,7 +26,7 @@ def assert_is_new(swarm: Swarm) -> None:
     generation = swarm.steps.generation
     assert (generation.number, generation.open_step, swarm.steps.version) == (1, 0, 0)
     assert generation.journal.report() == ReportReply(begun=False, leases=[], closed=[])
-    assert (generation.reserved, generation.newest_waited, generation.step_ended, generation.imminent_step) == (
+    assert (generation.reserved, generation.newest_record, generation.step_ended, generation.imminent_step) == (
         None,
     ) * 4
     assert (generation.records, generation.lost, generation.hyperparameters) == ([], [], {})

@@ -109,7 +109,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
         one[APPLY.name] = lose
     swarm.run(step(swarm, 5, 6))
     assert [swarm.servers[peer].steps.version for peer in (A, B, J)] == [1, 0, 0]
-    assert swarm.names_after(swarm.steps.generation.newest_waited) == ["a", "bj"]
+    assert swarm.names_after(swarm.steps.generation.newest_record) == ["a", "bj"]
     go_back(swarm)
     for peer, one in handlers.items():
         one[APPLY.name] = apply[peer]

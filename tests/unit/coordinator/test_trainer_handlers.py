@@ -109,8 +109,8 @@ def test_a_trainer_that_was_busy_elsewhere_jumps_to_the_newest_record(make_swarm
         swarm.run(swarm.record(step))
     grant, closing = swarm.run(batch(swarm, other, 3))
     assert (grant.step, closing, other.version) == (3, True, 3)
-    assert other.generation.newest_waited is not None
-    assert other.generation.newest_waited.step == 2
+    assert other.generation.newest_record is not None
+    assert other.generation.newest_record.step == 2
     assert [(one.record.step, one.logs) for one in other.generation.records] == [(2, [])], (
         "what was logged is for the lead"
     )

@@ -72,10 +72,10 @@ def test_a_step_of_no_numbers_is_skipped_and_carries_nothing(swarm: Swarm) -> No
     swarm.run(step(swarm, 0))
     before = lost(swarm)
     swarm.run(step(swarm, 1, factor=math.nan))
-    assert swarm.steps.generation.newest_waited.outcome == "skip"
+    assert swarm.steps.generation.newest_record.outcome == "skip"
     assert all(one is other for one, other in zip(lost(swarm), before, strict=True))
     swarm.run(step(swarm, 2))
-    assert swarm.steps.generation.newest_waited.outcome == "apply"
+    assert swarm.steps.generation.newest_record.outcome == "apply"
     assert all(one is not None and one.isfinite().all() for one in lost(swarm))
     assert_alike(swarm)
 
