@@ -57,10 +57,10 @@ class Peer:
         *,
         executor: Callable[[], Executor],  # makes the compute thread, on the loop
         config: SwarmConfig,
-        may_lead: bool = True,  # may take a run over if its lead dies
-        # Keepers of a run with strangers that this peer begins, if peers have no certificates that name their roles.
+        may_lead: bool = True,  # may take over a run if its lead dies
+        # Keepers of an audited run that this peer begins, if no certificates name the peers' roles.
         keepers: Collection[PeerId] = (),
-        rng: random.Random,  # breaks ties of routing, and draws the boot id, so no other peer may have an equal one
+        rng: random.Random,  # breaks routing ties, and draws the boot id, so each peer needs its own seed
     ) -> None:
         self.runtime = runtime
         self.transport = transport
@@ -69,11 +69,11 @@ class Peer:
         self._config = config
         self._may_lead = may_lead
         self.events = EventLog()
-        # Events omit the peers' ids, because strangers could otherwise fill the list. The log names the peers.
+        # Events omit the refused peers' ids, because strangers could otherwise fill the list. The log has them.
         transport.on_refused = lambda times: self.events.note("refused", times=times)
         self.boot_id = rng.getrandbits(62)
         self._start_s = time.monotonic()
-        self._permit = transport.permit_of(transport.peer_id)  # this peer's certificate; None: its run takes any peer
+        self._permit = transport.permit_of(transport.peer_id)  # this peer's certificate; None in an open run
         queries.answer_greetings(transport)
         bans.answer_bans(transport, self._members, self._spawn)
         survey.answer(transport, self._report, self._known_servers)
@@ -82,7 +82,7 @@ class Peer:
         self._host = ServerHost(
             self._directory,
             self._tickets,
-            lambda: self._executor(),  # noqa: PLW0108 - looked up when the server starts, as tests pace it
+            lambda: self._executor(),  # noqa: PLW0108 - looked up when the server starts, because tests replace it
             config,
             self.events,
             Member(peer_id=transport.peer_id, boot_id=self.boot_id),
@@ -115,7 +115,7 @@ class Peer:
         )
 
     async def _known_servers(self) -> dict[PeerId, list[str]]:
-        """Return the run's servers, and announced servers outside it that answer, as announcements outlive peers."""
+        """Return the run's servers, and the announced servers outside it that answer; announcements outlive peers."""
         known = await self._directory.known_servers()
         outside = known.keys() - {self.transport.peer_id, *self._members()}
         gone = outside - await alive_among(self.transport, outside, timeout=_PING_TIMEOUT_S)
@@ -127,11 +127,11 @@ class Peer:
         return [] if run is None else [*run.servers, *run.trainers]
 
     def serve(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
-        """Start this peer's server and announce it, so that a run can admit it and give it stages."""
-        # With `trains` this peer also trains. With `may_take_over` it could take over if the lead dies.
-        self.runtime.run(self.begin_to_serve(model, trains=trains, may_take_over=may_take_over))
+        """Start this peer's server and announce it, so that a run can admit it and assign stages to it."""
+        # With `trains` this peer also trains. With `may_take_over` it can take over if the lead dies.
+        self.runtime.run(self.start_server(model, trains=trains, may_take_over=may_take_over))
 
-    async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
+    async def start_server(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
         """Like `serve`, on the loop."""
         await self._host.announce(model, trains=trains, may_take_over=may_take_over and self._may_lead)
         await self._renew_announcements()
@@ -146,15 +146,15 @@ class Peer:
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
     async def serve_run(self, report: Callable[[str], None] = _log.info) -> None:
-        """On the loop: enter a run; return when it is over or has let this peer go."""
+        """On the loop: enter a run; return when it is over or has released this peer."""
         await self._host.serve_run(report)
 
     def leave(self) -> None:
-        """Make `serve_run` ask the run to let this peer leave; return at once, in any thread or signal handler."""
+        """Make `serve_run` request that this peer leave; return at once, in any thread or signal handler."""
         self.runtime.post(self._host.leave)
 
     def watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
-        """Watch for a cloud's notice that it takes this machine away; call `on_notice` once, on the loop."""
+        """Watch for a cloud's notice that it will preempt this machine; call `on_notice` once, on the loop."""
         self.runtime.run(self._spawn(preemption.watch(cloud, on_notice)))
 
     async def _renew_announcements(self) -> None:
@@ -172,7 +172,7 @@ class Peer:
         servers = self.lead.find_servers(spec, check)
         stages = model.build_stages(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
-            self.runtime.run(self._host.start(model.twin()))  # unannounced: it holds the trainers' stage and no other
+            self.runtime.run(self._host.start(model.twin()))  # not announced, as it holds only the trainers' stage
         run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
         self.runtime.run(self._renew_announcements())
         self.runtime.run(self._host.keep_joined(run))
@@ -182,16 +182,16 @@ class Peer:
         return self._training.open(run, stages, local_layers, device=device, runtime=runtime)
 
     def _is_over(self) -> bool:
-        """Return whether this peer's server was notified that the run is over, so that the other peers are free."""
+        """Return whether this peer's server was notified that the run is over."""
         return self.server is not None and self.server.admission.left.is_set()
 
     @property
     def must_take_over(self) -> bool:
-        """True if this peer, a standby, is to roll the run back and lead it from there."""
+        """True if this peer, a standby, must roll the run back and lead it from there."""
         return self.server is not None and self.server.admission.inherits.is_set()
 
     def take_over(self) -> tuple[int, Any]:
-        """Take over the run, which is to roll back; return the step to roll back to and the state of the loop there."""
+        """Take over the run to roll it back; return the step to roll back to and the state of the loop there."""
         assert self.server is not None
         admission = self.server.admission
         admission.inherits.clear()
@@ -202,7 +202,7 @@ class Peer:
         return admission.inherits_at, loop
 
     def keep_loop(self, version: int, pack: PackLoop) -> None:
-        """At the lead: begin to send the state of its loop to standbys; return at once."""
+        """At the lead: begin to send its loop's state to standbys; return at once."""
         self.runtime.run(self._keep_loop(version, pack))
 
     async def _keep_loop(self, version: int, pack: PackLoop) -> None:
@@ -219,7 +219,7 @@ class Peer:
         """End the run, but keep the servers that answer for the next one, which begins at `first_step`."""
         self.runtime.run(self._training.leave_run())
         if self.follower.follows:
-            self._host.admission.released.clear()  # handled; it would end calls in the next run, too
+            self._host.admission.released.clear()  # otherwise it would end calls in the next run
         else:
             self.lead.end_generation(first_step, serves=self._host.announced)
 
@@ -246,7 +246,7 @@ class Peer:
 
 
 def hivemind_peer(config: SwarmConfig, entry: Entry | None) -> Peer:
-    """Start a peer on a real network, with its event loop and its compute in threads of their own."""
+    """Start a peer on a real network, with one thread for its event loop and one for its compute."""
     assert (entry is not None) == config.is_invited
     runtime, transport, directory = start_network(config, entry)
     rng = random.Random(secrets.randbits(64))

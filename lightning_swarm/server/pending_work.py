@@ -1,4 +1,4 @@
-"""Calls whose results become tickets: tensors for the peers that wait, or the error in their place."""
+"""A server's calls in progress, each of which fulfils a ticket; and the wait for them before averaging."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class PendingWork:
         """Return the calls of one direction."""
         return [task for name, task in self.tasks.items() if f"/{direction}@" in name]
 
-    async def begins(self, *, within_s: float) -> bool:
-        """Wait for the next call; return False if none comes."""
+    async def next_begins(self, *, within_s: float) -> bool:
+        """Wait until another call begins; return False if none does in time."""
         self._begun.clear()
         try:
             async with asyncio.timeout(within_s):
@@ -85,15 +85,15 @@ class PendingWork:
             raise
 
 
-_MAX_STEP_SHARE: Final = 0.5  # longest wait, as part of a step; averaging that takes longer than that does not wait
-_IDLE_STEP_SHARE: Final = 0.1  # part of a step without a call, after which no call is expected
-_MAX_TIMEOUT_SHARE: Final = 0.25  # part of the timeout of the peers that wait for this server's part
+_MAX_STEP_SHARE: Final = 0.5  # longest wait, as a fraction of a step; averaging that takes longer does not wait
+_IDLE_STEP_SHARE: Final = 0.1  # fraction of a step without a call, after which no call is expected
+_MAX_TIMEOUT_SHARE: Final = 0.25  # longest wait, as a fraction of other peers' timeout
 
 
-# All microbatches of a batch go forward before the first backward, so links are busiest then. Averaging that has time
-# waits until the forwards end, because it would take bandwidth from them.
+# All forwards of a batch come before its first backward, so links are busiest then. The averaging of a late step has
+# time, so it waits for the forwards to end instead of competing for bandwidth.
 class IdleLinkWait:
-    """Delays late averaging until a server's link is idle."""
+    """Delays a late step's averaging until a server's link is idle."""
 
     def __init__(self, under_way: PendingWork, *, timeout: float) -> None:
         self._under_way = under_way
@@ -102,7 +102,7 @@ class IdleLinkWait:
         self.averaging_s = 0.0  # seconds of the newest averaging
 
     async def wait(self) -> None:
-        """Wait until the forwards are done, or until it is too late to wait. Call it once per step."""
+        """Wait for the forwards to end, but not too long. Call it once per step."""
         before_s, self._asked_s = self._asked_s, now_s()
         if before_s is None:  # the first step, whose duration is unknown
             return
@@ -115,5 +115,5 @@ class IdleLinkWait:
                 while not self._under_way.of("backward"):
                     if forwards := self._under_way.of("forward"):
                         await asyncio.wait(forwards)
-                    elif not await self._under_way.begins(within_s=_IDLE_STEP_SHARE * step_s):
+                    elif not await self._under_way.next_begins(within_s=_IDLE_STEP_SHARE * step_s):
                         return

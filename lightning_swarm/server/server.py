@@ -132,7 +132,7 @@ class Server:
             self.donor.enter_generation()  # drops its followers
             if not keeps_snapshots:  # otherwise this server soon joins the same run again
                 self.snapshots.discard()
-            self.joiner.keep(stages, holders)
+            self.joiner.rejoin_with(stages, holders)
 
     async def release(self) -> None:
         """Leave a run that is void here; then this server may be admitted to a run, or join a run, as at its start."""

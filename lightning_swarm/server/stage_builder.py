@@ -63,8 +63,8 @@ class PeerModel:
         self.offloads = settings.offload and settings.device.type != "cpu"
         self.initial_weights = initial_weights  # a stage's initial tensors, at the peer that starts a run
         self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
-        # The user's module may have kept the optimizer, and may train with it later.
-        self._made: weakref.ref[Optimizer] | None = None
+        # The user's optimizer, whose parameters follow `_replace` because user code may hold and use it later.
+        self._built_optimizer: weakref.ref[Optimizer] | None = None
 
     @property
     def arithmetic(self) -> str:
@@ -72,7 +72,7 @@ class PeerModel:
         return arithmetic_of(self.device, offloads=self.offloads)
 
     def twin(self) -> PeerModel:
-        """Return a model with a copy of the module; stages built from it have tensors of their own."""
+        """Return a model with a copy of the module, whose stages get their own tensors when they are built."""
         module, blocks = partition.twin_of(self._module, self.blocks)
         remember_copy(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
@@ -85,7 +85,7 @@ class PeerModel:
         return partition.build_stages(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
-        """Describe the stages for the manifest; the last roster is for the stage on the trainers, needed or not."""
+        """Describe the stages for the manifest; the last roster is for the stage on the trainers, if there is one."""
         return [
             StageManifest(
                 first_block=blocks.start,
@@ -100,7 +100,7 @@ class PeerModel:
         ]
 
     def _constants(self, stage: StageModule) -> dict[str, list[float]]:
-        """Return values that all peers must build alike; no tensors of trainers' layers, because these may change."""
+        """Return values that all peers must build alike, without tensors of trainers' layers, which may change."""
         if not stage.spec.on_trainers:
             return constants(stage.named_block_modules())
         inside = {id(module) for block in self.blocks.modules for module in block.modules()}
@@ -120,7 +120,7 @@ class PeerModel:
         own_stages = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
         kinds = [[stage.on_trainers for stage in stages] for stages in (own_stages, manifest.stages)]
         if kinds[0] != kinds[1]:
-            raise _other_model(f"which of its stages are on the trainers is {kinds[0]} here and {kinds[1]} there")
+            raise _other_model(f"its stages are on the trainers as in {kinds[0]} here, as in {kinds[1]} there")
         for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
             if own.statistics != theirs.statistics:
                 numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
@@ -130,7 +130,7 @@ class PeerModel:
                 raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")
             if names := differing(own.constants or {}, theirs.constants or {}):
                 raise _other_model(
-                    f"{few(sorted(names))}, which no weight or buffer holds, and no peer gets, has other values here. "
+                    f"{few(sorted(names))}, which is no weight or buffer and so is not sent, has other values here. "
                     "Draw it after `seed_everything`, or make it a buffer, by `register_buffer`"
                 )
 
@@ -171,7 +171,7 @@ class PeerModel:
                 f"{kind_of(optimizer)}. Start all peers with the same script, versions and settings."
             )
         if not self._foreign:
-            self._made = weakref.ref(optimizer)
+            self._built_optimizer = weakref.ref(optimizer)
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         return OptimizerTemplate(optimizer, names)
 
@@ -224,7 +224,7 @@ class PeerModel:
     def _replace(self, replaced: Mapping[int, Tensor]) -> None:
         """Replace tensors, given by the ids of the old tensors."""
         put_tensors(self._module, replaced)
-        if self._made is not None and (optimizer := self._made()) is not None:
+        if self._built_optimizer is not None and (optimizer := self._built_optimizer()) is not None:
             replace_parameters(optimizer, {key: new for key, new in replaced.items() if isinstance(new, nn.Parameter)})
 
     def _own(self, tensor: Tensor) -> Tensor:

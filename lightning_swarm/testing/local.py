@@ -187,7 +187,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._side_tasks.spawn(work)
 
     async def _enter(self, peer: Peer, model: PeerModel) -> Server:
-        await peer.begin_to_serve(model)
+        await peer.start_server(model)
         assert peer.server is not None
         self.servers.append(peer.server)
         await self.spawn(self._serve_run(peer))

@@ -121,7 +121,7 @@ def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.Log
     (record,) = [record.step for record in run.records if record.newcomers]
     download, here, said, end = [one.message for one in caplog.records if one.name == "lightning_swarm.peer.peer"]
     assert re.fullmatch(r"Downloading stage 0 \(\d+\.\d MB\) from 1 peer\.", download)
-    assert re.fullmatch(r"Stage 0 is here, at step \d+\. This peer enters when a step ends\.", here)
+    assert re.fullmatch(r"Stage 0 is loaded, at step \d+\. This peer enters when a step ends\.", here)
     assert said == f"In run 'swarm' from step {record + 1} on, with stage 0."
     assert end.startswith("Run 'swarm' is over.")
 
@@ -450,7 +450,7 @@ def test_other_numbers_in_attributes_are_refused(drawn: str, seed: int) -> None:
     )
     assert len(run.strategy.refusals) == 1 - joined
     for refusal in run.strategy.refusals:
-        assert f"0.{drawn}, which no weight or buffer holds" in str(refusal)
+        assert f"0.{drawn}, which is no weight or buffer" in str(refusal)
         assert "make it a buffer" in str(refusal)
 
 

@@ -35,14 +35,12 @@ def next_rosters(
         if peer in staying and not alone_in(rosters, peer, staying):
             staying.discard(peer)
     held = [[member for member in roster if member.peer_id in staying] for roster in rosters]
-    for one in releases:
-        others = [member for member in held[one.stage] if member.peer_id != one.peer]
-        elsewhere = (member.peer_id for index, roster in enumerate(held) if index != one.stage for member in roster)
-        if others and one.peer in elsewhere:
-            held[one.stage] = others
-    return [
-        [*roster, *(one.member for one in newcomers if one.stage_index == index)] for index, roster in enumerate(held)
-    ]
+    for release in releases:
+        others = [member for member in held[release.stage] if member.peer_id != release.peer]
+        elsewhere = (member.peer_id for index, roster in enumerate(held) if index != release.stage for member in roster)
+        if others and release.peer in elsewhere:
+            held[release.stage] = others
+    return [[*roster, *(new.member for new in newcomers if new.stage_index == i)] for i, roster in enumerate(held)]
 
 
 def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
@@ -56,16 +54,16 @@ def trainer_changes(
 ) -> tuple[list[PeerId], list[PeerId]]:
     """Return the trainers that the next step adds, in the order of requests, and the trainers that it removes."""
     # No record removes the lead; only failover replaces it.
-    removed = [one for one in trainers if one in leaving and one != lead]
+    removed = [peer for peer in trainers if peer in leaving and peer != lead]
     room = MAX_TRAINERS - len(trainers) + len(removed)
-    return [one for one in joining if one not in trainers][:room], removed
+    return [peer for peer in joining if peer not in trainers][:room], removed
 
 
 def members_that_may_vote(
-    rosters: Sequence[Sequence[Member]], is_on_trainers: Sequence[bool], keepers: Keepers = UNSET
+    rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], keepers: Keepers = UNSET
 ) -> list[Member]:
-    """Return the members that may vote: the pipeline's servers, or all if there is none; only keepers, if any."""
-    servers = [roster for roster, is_own in zip(rosters, is_on_trainers, strict=True) if not is_own] or rosters
+    """Return the members that may vote: the servers of stages not `on_trainers`, else all; if any, only keepers."""
+    servers = [roster for roster, is_local in zip(rosters, on_trainers, strict=True) if not is_local] or rosters
     members = dict.fromkeys(member for roster in servers for member in roster)
     return [member for member in members if may_decide(member.peer_id, keepers)]
 
@@ -77,19 +75,19 @@ def number_of_voters(num_members: int) -> int:
 
 def choose_voters(
     rosters: Sequence[Sequence[Member]],
-    is_on_trainers: Sequence[bool],
+    on_trainers: Sequence[bool],
     voters: Sequence[Member],
     hosts: Mapping[PeerId, str],
     keepers: Keepers = UNSET,
 ) -> list[Member]:
     """Choose the voters on the next record: an odd number of the members that may vote."""
-    members = members_that_may_vote(rosters, is_on_trainers, keepers)
+    members = members_that_may_vote(rosters, on_trainers, keepers)
     number = number_of_voters(len(members))
     chosen = [voter for voter in voters if voter in members][:number]  # present voters stay, as far as there is room
-    others = [member for member in members if member not in chosen]  # hosts with the fewest votes come first
-    while len(chosen) < number:
-        there = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
-        best = min(others, key=lambda member: there[hosts.get(member.peer_id, member.peer_id)])
+    others = [member for member in members if member not in chosen]
+    while len(chosen) < number:  # prefer hosts with the fewest voters
+        num_voters = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
+        best = min(others, key=lambda member: num_voters[hosts.get(member.peer_id, member.peer_id)])
         others.remove(best)
         chosen.append(best)
     return chosen

@@ -32,7 +32,7 @@ _Bits: TypeAlias = tuple[int | None, frozenset[tuple[str, int]]]
 
 
 class WeightsDiffer(StepError):
-    """A server's weights, buffers or optimizer state are not those of its stage's reference."""
+    """A server's weights, buffers or optimizer state differ from its stage's reference."""
 
 
 def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
@@ -43,11 +43,11 @@ def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
 def choose_excluded(
     ledgers: Ledgers,  # of all stages, with a hash of each tensor so that errors can name the tensors
     *,
-    guests: Collection[PeerId] = (),  # not compared yet: they count only where a stage has no other server
+    guests: Collection[PeerId] = (),  # members whose weights were never compared; they vote only if alone in a stage
     trusted: Sequence[PeerId] = (),  # the first one in a stage is the reference in any case
-    tied: bool = False,  # stages share weights, whose hashes the ledgers have
+    tied: bool = False,  # stages share weights, whose hashes are in the ledgers
 ) -> dict[PeerId, WeightsDiffer]:
-    """Choose servers to exclude: of one stage whose replicas differ, else of stages whose `tied` weights differ."""
+    """Choose the servers to exclude, in one stage whose replicas differ, else in stages whose `tied` weights differ."""
     chosen = [
         _choose(index, ledgers, guests=guests, trusted=trusted, tied=tied)
         for index, stage in enumerate(ledgers)
@@ -55,14 +55,14 @@ def choose_excluded(
     ]
     if chosen:
         # A tie is decided last, because excluding servers in another stage may resolve it.
-        choice = min(chosen, key=lambda one: one.is_tie)
+        choice = min(chosen, key=lambda choice: choice.is_tie)
         return choice.errors(ledgers[choice.stage])
     return _contradicting(ledgers, guests, trusted) if tied else {}
 
 
 def check_lead_kept(manifest: Manifest, left_out: Mapping[PeerId, WeightsDiffer]) -> None:
     """Raise the lead's error, if the lead is to be excluded and holds the whole model itself."""
-    # Without the lead, the other loops cannot begin the next epoch, and the lead needs a record of theirs to rejoin.
+    # Other trainers cannot begin the next epoch without the lead, and the lead needs their record to rejoin.
     if manifest.is_whole and (error := left_out.get(manifest.lead)) is not None:
         raise WeightsDiffer(f"{error} It is the lead's own copy: resume from a checkpoint, on another machine.")
 
@@ -84,7 +84,7 @@ class _Choice:
 
     stage: int
     kept: Member  # the reference's trusted server, else its oldest
-    whose: str  # names the servers with the reference's bits, for errors
+    holders: str  # names the servers that hold the reference, for errors
     is_tie: bool = False
 
     def errors(self, stage: _Stage) -> dict[PeerId, WeightsDiffer]:
@@ -99,7 +99,7 @@ class _Choice:
         return {
             peer: WeightsDiffer(
                 f"stage {self.stage}: the weights, buffers and optimizer state of {peer} "
-                f"differ{_in_what([kept, ledger])} from those of {self.whose}. {remark}{_CAUSES}"
+                f"differ{_differing_tensors([kept, ledger])} from those of {self.holders}. {remark}{_CAUSES}"
             )
             for peer, ledger in others.items()
         }
@@ -113,7 +113,7 @@ def _choose(
     voting = _voting(stage, guests)
     by_peer = {member.peer_id: member for member in stage}
     alike = {
-        member: [one for one in voting if one == member or _bits(stage[one]) == _bits(stage[member])]
+        member: [other for other in voting if other == member or _bits(stage[other]) == _bits(stage[member])]
         for member in stage
     }
     arbiter = next((by_peer[peer] for peer in trusted if peer in by_peer), None)
@@ -129,16 +129,15 @@ def _choose(
     kept = max(voting, key=strength)  # among equals the first, which is the oldest
     number = len(alike[kept])
     if 2 * number > len(voting):
-        newer = f", without {len(stage) - len(voting)} that joined just now" if len(voting) < len(stage) else ""
+        newer = f", without {len(stage) - len(voting)} that just joined" if len(voting) < len(stage) else ""
         return _Choice(index, kept, f"{number} of {len(voting)} replicas{newer}")
-    rivals = [one for one in voting if one not in alike[kept] and strength(one) == strength(kept)]
-    if rivals:
+    if any(member not in alike[kept] and strength(member) == strength(kept) for member in voting):
         return _Choice(index, kept, f"{kept.peer_id}, which has been in the stage longest", is_tie=True)
     return _Choice(index, kept, f"{number} of {len(voting)} replicas, the largest group")
 
 
 def _voting(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
-    """Return the servers that count in a majority."""
+    """Return the servers that count in a majority: all but guests, or all if there are only guests."""
     return [member for member in stage if member.peer_id not in guests] or list(stage)
 
 
@@ -162,7 +161,7 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
 def _contradicting(
     ledgers: Ledgers, guests: Collection[PeerId], trusted: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
-    """Find servers of stages whose shared weights contradict a higher-ranked stage, if no stage's replicas differ."""
+    """Find the servers of stages whose shared weights differ from a higher-ranked stage's, if all replicas agree."""
     tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
     num_voting = [len(_voting(stage, guests)) for stage in ledgers]
 
@@ -187,7 +186,7 @@ def _contradicting(
     return found
 
 
-def _in_what(ledgers: Sequence[ServerLedger]) -> str:
+def _differing_tensors(ledgers: Sequence[ServerLedger]) -> str:
     """Name the tensors that differ, if the servers reported a hash of each."""
     reported = [ledger.report.tensors or {} for ledger in ledgers]
     differing = sorted(name for name in set().union(*reported) if len({hashes.get(name) for hashes in reported}) > 1)
@@ -200,7 +199,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def differences(gone: Mapping[PeerId, SwarmError]) -> dict[PeerId, str]:
-    """Return the servers that are excluded because of differing weights, each with the record's description."""
+    """Return the servers excluded for differing weights, each with a description for the record."""
     return {
         peer: shorten(str(error))[:MAX_DIFFERENCE] for peer, error in gone.items() if isinstance(error, WeightsDiffer)
     }

@@ -1,4 +1,4 @@
-"""Joins a run that is under way: downloads a stage, follows its records, and enters a roster by one of them."""
+"""Joins a run in progress: downloads a stage, and applies the run's records until one of them admits this server."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ from lightning_swarm.server.step_handlers import StepHandlers
 _log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 15.0  # seconds to wait for the next record
-_POLL_S: Final = 1.0  # pause before a run is looked for again, or while members are unconfirmed
-_MAX_ATTEMPTS: Final = 8  # two minutes with pauses, because a record may have to exclude this peer's former life first
+_POLL_S: Final = 1.0  # pause between searches for a run, and between reports while members are unconfirmed
+# Two minutes with pauses, because a record may have to exclude this peer's process before a restart first.
+_MAX_ATTEMPTS: Final = 8
 _MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
 _FIRST_PAUSE_S: Final = 1.0  # between attempts; doubles each time
 _COMPARED: Final = ("Python", "torch", "lightning")  # packages whose versions are compared with the run's
 
 
 class Joiner:
-    """Takes a server into a run that is under way."""
+    """Brings a server into a run in progress."""
 
     def __init__(self, context: ServerContext, admission: Admission, steps: StepHandlers) -> None:
         self._transport, self._compute, self._limits = context.transport, context.compute, context.limits
@@ -57,15 +58,15 @@ class Joiner:
         self._joined_at = 0  # the run's version when the coordinator accepted the request to join
         self._target: int | None = None  # the stage to which a record moved this server
         self._former: int | None = None  # the stage that this server held before it moved
-        self._is_unlike = False  # the stage's servers are machines of other kinds than this one
-        self._has_compared = False  # the warning about different versions was logged
-        self._alone = False  # a single donor must send everything, because pieces of several did not fit together
+        self._is_unlike = False  # the stage's servers are of another kind of machine than this one
+        self._has_warned = False  # of different versions
+        self._one_donor = False  # a single donor must send everything, because pieces of several did not fit together
         self._refused_by: set[PeerId] = set()  # announced peers that refused this peer
-        self._say: Callable[[str], None] = _log.info  # reports progress to the user
+        self._report: Callable[[str], None] = _log.info  # reports progress to the user
         LISTEN.serve(context.transport, self._handle_listen)
 
-    def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
-        """Join with a stage that this server built for a run it left: the stage with the fewest `holders`."""
+    def rejoin_with(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
+        """Join with one of the `stages` that this server built for a former run: the one with the fewest `holders`."""
         self._target = self._former = None
         self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
 
@@ -76,35 +77,35 @@ class Joiner:
     async def enter(
         self, find: Callable[[], Awaitable[Sequence[PeerId]]], say: Callable[[str], None] = _log.info
     ) -> None:
-        """Enter a run: be admitted at its beginning, or join a run of which `find` returns announced coordinators.
+        """Enter a run at its beginning, or join a run in progress, whose announced coordinators `find` returns.
 
-        This may wait long for a run. Raises `ConfigError` if this peer's model or version is not the run's, and
-        `PeerError` if the run does not let this peer in.
+        Waits for a run, however long. Raises `ConfigError` if this peer's model or version is not the run's, and
+        `PeerError` if the run refuses this peer.
         """
-        self._say = say
+        self._report = say
         while not self._done:
             coordinator = await self._find_coordinator(find)
             if coordinator is not None:
-                async with self._admission.asking(coordinator) as free:
-                    if free:  # otherwise a run has admitted this peer meanwhile
+                async with self._admission.asking(coordinator) as may_join:
+                    if may_join:  # otherwise a run has admitted this peer meanwhile
                         await self._join(coordinator, find)
                     return
             await asyncio.sleep(_POLL_S)
 
     async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
         """Ask announced coordinators for the run's present coordinator, because announcements outlive runs."""
-        others: list[int] = []  # protocol versions of peers that cannot be read here
+        other_versions: list[int] = []  # protocol versions of peers whose answers cannot be read here
 
         async def ask(announced: PeerId) -> PeerId | None:
             try:
                 handshake = await queries.greet(self._transport, announced, timeout=self._timeout)
-                there = handshake.greeting.protocol_version
-                if there == PROTOCOL_VERSION:  # else its answer may not be readable here
+                version = handshake.greeting.protocol_version
+                if version == PROTOCOL_VERSION:
                     view = await self._view(announced)
                     check_shown_by_keeper(self._transport, announced, view)
                     self._compare_versions(announced, handshake.greeting.versions)
                     return PeerId(view.term[1])
-                others.append(there)
+                other_versions.append(version)
             except SwarmError as error:
                 # Not raised, because any peer may announce itself as a coordinator, and refuse.
                 is_news = isinstance(error, AccessDenied) and announced not in self._refused_by
@@ -114,17 +115,17 @@ class Joiner:
 
         # All at once, because silent peers would otherwise delay this peer one by one.
         found = await first_result(map(ask, await find()))
-        for there in others if found is None else ():
-            check_protocol_version(there, there="in the run", here="here")
+        for version in other_versions if found is None else ():
+            check_protocol_version(version, there="in the run", here="here")
         return found
 
     def _compare_versions(self, peer: PeerId, there: Mapping[str, str]) -> None:
         """Warn once if Python, torch or Lightning have other versions in the run than here, which is allowed."""
         here = queries.own_greeting(0.0).versions
         names = [name for name in _COMPARED if name in there and here.get(name) != there[name]]
-        if not names or self._has_compared:
+        if not names or self._has_warned:
             return
-        self._has_compared = True
+        self._has_warned = True
         found = "; ".join(f"{name} {here.get(name)} here, {there[name]} there" for name in names)
         _log.warning(
             "Versions here and at %s differ: %s. This is allowed as long as both compute with the same model and "
@@ -137,14 +138,14 @@ class Joiner:
         return await VIEW.ask(self._transport, coordinator, None, timeout=self._timeout)
 
     async def _join(self, coordinator: PeerId, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
-        """Try to join a few times. The coordinator may change meanwhile."""
+        """Try to join up to `_MAX_ATTEMPTS` times. The coordinator may change meanwhile."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
                 if attempt > 1 and not self._membership.has_run:  # else this server follows the run's coordinator
                     coordinator = await self._find_coordinator(find) or coordinator
                     if not self._membership.has_run:
                         self._membership.joining = coordinator
-                await self._try(coordinator, attempt)
+                await self._attempt(coordinator, attempt)
             except SwarmError as error:
                 if self._done:  # the coordinator sent the record that admits this server
                     return
@@ -153,8 +154,8 @@ class Joiner:
                 _log.warning("Could not join the run (attempt %d of %d): %s", attempt, _MAX_ATTEMPTS, error)
                 if attempt == _MAX_ATTEMPTS:
                     raise PeerError(
-                        f"a run must let a server in within {_MAX_ATTEMPTS} attempts, and {coordinator} named the last "
-                        f"reason: {error} See with `lightning-swarm doctor --peer` what is in the way, then join again."
+                        f"a run must admit a server within {_MAX_ATTEMPTS} attempts; {coordinator} gave the last "
+                        f"reason: {error} Find the cause with `lightning-swarm doctor --peer`, then join again."
                     ) from error
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             if self._done:
@@ -165,13 +166,13 @@ class Joiner:
         """Whether this server is a member, or the run is over."""
         return self._membership.is_member or self._admission.left.is_set()
 
-    async def _try(self, coordinator: PeerId, attempt: int) -> None:
+    async def _attempt(self, coordinator: PeerId, attempt: int) -> None:
         """Ask for a stage, download it, and follow its records until one of them admits this server."""
         if self._membership.has_run:  # another peer may coordinate the run by now
             coordinator = self._membership.run.coordinator
         view = await self._view(coordinator)
         if self._target != self._former and attempt > _MAX_TARGET_ATTEMPTS:
-            _log.warning("Stage %s is not to be had: this peer goes back to stage %s.", self._target, self._former)
+            _log.warning("Could not get stage %s; this peer returns to stage %s.", self._target, self._former)
             self._stage, self._target = None, self._former
         if self._stage is None:
             self._admission.model.check(view.manifest)  # before any peer is asked for anything
@@ -192,13 +193,13 @@ class Joiner:
         first = (self._membership.me.boot_id + attempt) % len(roster)
         checks = self._membership.oversee(view.manifest.settings).joining
         donors = checks.donors([*roster[first:], *roster[:first]], coordinator)
-        download = StageDownload(self._transport, self._stage, limits=self._limits, say=self._say)
+        download = StageDownload(self._transport, self._stage, limits=self._limits, say=self._report)
         try:
-            alone = self._alone or checks.one_donor
+            alone = self._one_donor or checks.one_donor
             donor, version = await self._download(download, donors, self._stage, alone=alone)
             self._joined_at = reply.view.version
             await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
-            self._say(f"Stage {self._stage.index} is here, at step {version}. This peer enters when a step ends.")
+            self._report(f"Stage {self._stage.index} is loaded, at step {version}. This peer enters when a step ends.")
             await self._follow(donor, self._stage)
         except SwarmError as error:
             checks.blame(error, download.donor, coordinator, self._stage.index)
@@ -214,7 +215,7 @@ class Joiner:
 
         def load() -> int:
             if self._done:  # loading would undo the record that admitted this peer
-                raise PeerError("a record let this peer in while it was downloading")
+                raise PeerError("a record admitted this peer while it was downloading")
             stage.enter_generation(snapshot.version, snapshot.selection)
             stage.load_weights(weights)
             stage.load_optimizer_state(state)
@@ -223,10 +224,10 @@ class Joiner:
         if await self._compute(load) == snapshot.version_hash:
             return donor, snapshot.version
         if download.helpers:
-            self._alone = True
-            raise PeerError(f"the state that {donor} and {download.helpers} sent in pieces is not that of one version")
+            self._one_donor = True
+            raise PeerError(f"the pieces that {donor} and {download.helpers} sent are not the state of one version")
         raise ConfigError(
-            f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
+            f"a joiner must hold the bytes that it downloads; stage {stage.index} as loaded differs from what "
             f"{donor} sent. Use the run's precision, optimizer and versions here."
         )
 
@@ -284,7 +285,7 @@ class Joiner:
         ready = ReadyRequest(generation=generation, version=version)
         try:
             await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
-        except ProtocolError as error:  # its slot may have gone to another while it was downloading
+        except ProtocolError as error:  # another server may have got its slot meanwhile
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
     def _seat(self, version: int, seats: SeatedMembers) -> bool:
@@ -293,7 +294,7 @@ class Joiner:
             return False
         self._membership.run.check_seats(seats)
         rosters = seats.rosters
-        if version <= self._joined_at:  # a roster may still name this peer, which was in the run before
+        if version <= self._joined_at:  # a roster may still name this peer as a former member
             rosters = [[member for member in roster if member != self._membership.me] for roster in rosters]
         self._membership.run.set_members(replace(seats, rosters=rosters))
         return True

@@ -60,7 +60,7 @@ def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
         with pytest.raises(PeerError) as refusal:
             await joiner.joiner.enter(found)
         said = str(refusal.value)
-        assert said.startswith("a run must let a server in within 8 attempts, and a named the last reason: ")
+        assert said.startswith("a run must admit a server within 8 attempts; a gave the last reason: ")
         assert "its cable is cut." in said
         assert "`lightning-swarm doctor --peer`" in said
 

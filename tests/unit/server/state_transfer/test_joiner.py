@@ -261,7 +261,7 @@ def test_a_helper_that_sends_something_else_is_asked_no_more(
     spoiling = True
     intercept(swarm.servers[helper], PIECE.name, spoil)
     swarm.join(J)
-    assert "sent in pieces is not that of one version" in caplog.text
+    assert "sent are not the state of one version" in caplog.text
     spoiling = False
     sent = sent_pieces(swarm)
     swarm.run(asyncio.sleep(10.0))
