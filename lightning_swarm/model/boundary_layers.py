@@ -75,7 +75,7 @@ class Boundary(ABC):
         if not _is_whole(ratio) or ratio < 2:
             raise ConfigError(
                 f"`{type(self).__name__}.ratio` must be a whole number of at least 2, got {ratio!r}. Leave `boundary` "
-                "out if all features shall travel."
+                "out to send all features."
             )
         if features is not None and (not _is_whole(features) or features < 1):
             raise ConfigError(
@@ -162,12 +162,12 @@ class _InputNorm(nn.LayerNorm):
         if not isinstance(input, Tensor):
             raise ConfigError(
                 "a boundary layer must stand where the hidden state is one tensor, got a block whose output is a "
-                f"{type(input).__name__}. Cut elsewhere, with `split=...`, or have the blocks hand on one tensor."
+                f"{type(input).__name__}. Cut elsewhere, with `split=...`, or let the blocks return one tensor."
             )
         if input.shape[-1] != self.normalized_shape[0]:
             raise ConfigError(
-                f"a boundary layer for {self.normalized_shape[0]} features must get them in the hidden state's last "
-                f"dimension, got {list(input.shape)}. Say how many they are: `features={input.shape[-1]}`."
+                f"the last dimension of a boundary layer's input must have {self.normalized_shape[0]} features, got "
+                f"{list(input.shape)}. Set `features={input.shape[-1]}`."
             )
         return super().forward(input)
 
@@ -254,7 +254,7 @@ def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
 
 
 def adopt_layers(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Give a model the boundary layers of another peer's model, from the names and shapes of its parameters."""
+    """Insert the boundary layers of another peer's model, given the names and shapes of its parameters."""
     # Other peers send these shapes, so check all of them before the first allocation.
     current, wanted = describe_layers(module), _layers_of_shapes(shapes)
     if current != wanted:
@@ -274,7 +274,7 @@ def describe_layers(module: nn.Module) -> dict[str, Boundary]:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove the hooks of boundary layers: stages call the layers themselves."""
+    """Remove the hooks of boundary layers, because stages call the layers themselves."""
     for inner in module.modules():
         for key, hook in list(inner._forward_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), BoundaryLayer):
@@ -282,7 +282,7 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 def add_hooks(module: nn.Module) -> None:
-    """Hook boundary layers to the modules that they stand after; calling it twice is fine."""
+    """Hook boundary layers to the modules that they stand after. May be called twice."""
     remove_hooks(module)
     for name, layer in boundary_layers(module).items():
         _submodule(module, name).register_forward_hook(layer.follow)
@@ -309,8 +309,8 @@ def _with_known_features(module: nn.Module, name: str, boundary: Boundary) -> Bo
     features = boundary.features or _features(block)
     if features is None:
         raise ConfigError(
-            f"the number of features after {name!r} must be known, and {type(block).__name__} has no layer that says "
-            f"it. Say it: `{type(boundary).__name__}(ratio={boundary.ratio}, features=...)`, the size of the hidden "
+            f"the number of features after {name!r} must be known, but {type(block).__name__} has no layer that shows "
+            f"it. Write `{type(boundary).__name__}(ratio={boundary.ratio}, features=...)`, the size of the hidden "
             "state's last dimension."
         )
     return type(boundary)(boundary.ratio, features)

@@ -173,7 +173,8 @@ class Computation:
         self._take_written(run.written, left, names_in_input)
         # Aliases are values that share memory with a tensor of the output, such as `self.last = out` on a module. If
         # the next stage wrote into its input, they would change on one machine, but not here. So it gets their names.
-        left.note_aliases(run.output, run.arguments.visible(names_in_input, is_first=self._module.spec.index == 0))
+        is_first = self._module.spec.index == 0
+        left.note_aliases(run.output, run.arguments.tensors_held_elsewhere(names_in_input, is_first=is_first))
 
     def _watched(
         self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
@@ -233,7 +234,7 @@ class Computation:
         sent = {name: serialization.flatten(extras[name])[1] for name in arguments_in(extras)}
         if self._module.spec.index == 0:  # other stages own their inputs alone, so writes into them need no return
             sent[POSITIONAL] = list(input_leaves)
-        written = watch.written(sent, closely=closely)
+        written = watch.written(sent, checks_values=closely)
         self._check_read_later(written, one_by_one=CALLS in extras)
         return output, earlier_values, observed, watch, written, graph_bytes
 
@@ -243,7 +244,7 @@ class Computation:
         for name in written:
             if name in self._module.read_later or (one_by_one and name != POSITIONAL):
                 raise ConfigError(
-                    "blocks must not write into keyword arguments that others read, for each stage has its own copy: "
+                    "blocks must not write into keyword arguments that others read, because each stage has a copy: "
                     f"a forward of stage {self._module.spec.index} wrote into {text_of(name)}. Have the block clone it."
                 )
 

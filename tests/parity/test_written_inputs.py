@@ -374,5 +374,5 @@ def test_a_server_cannot_write_elsewhere(written: Any) -> None:
 def test_an_expanded_argument_is_not_written() -> None:
     x = torch.zeros(2, 1).expand(2, 3)
     written = {"tensors": {"0": torch.ones(2, 3)}, "replaced": []}
-    with pytest.raises(ConfigError, match=r"not into one that is expanded"):
+    with pytest.raises(ConfigError, match=r"unless it is an expanded tensor"):
         write_back({POSITIONAL: ((x,), [x])}, POSITIONAL, written, str)

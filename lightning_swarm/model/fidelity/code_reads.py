@@ -1,4 +1,4 @@
-"""Static analysis of users' functions: the names that their code reads, and the users' functions that they may call."""
+"""Static analysis of user functions: the names that their code reads, and the user functions that they may call."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _LIBRARIES: Final = {
     *("transformers", "timm", "diffusers", "accelerate", "peft", "bitsandbytes", "einops", "numpy", "scipy"),
     *("xformers", "flash_attn", "triton", "sklearn"),
 }
-# name of an instruction -> name under which it is counted
-_KINDS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
-_FILLING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
-_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")  # methods of `torch.autograd.Function`
+# instruction -> instruction that counts as the same
+_COUNTED_AS: Final = {"LOAD_NAME": "LOAD_GLOBAL", "STORE_NAME": "STORE_GLOBAL", "LOAD_METHOD": "LOAD_ATTR"}
+_MUTATING: Final = {"append", "extend", "insert", "setdefault", "update", "add", "pop", "popleft", "clear"}
+_FUNCTION_METHODS: Final = ("forward", "setup_context", "backward", "vjp", "jvp")  # of `torch.autograd.Function`
 _MAX_DEPTH: Final = 4  # nested calls of functions
 NOTHING: Final = object()  # stands for the value of an empty closure variable
 NAMESPACES: Final = (Namespace, SimpleNamespace)  # standard library classes whose objects hold users' settings
 
 
 def is_users(module_name: object) -> bool:
-    """Return whether a Python module, given by name, is the user's, that is, no part of a known library."""
+    """Return whether the Python module of this name is user code, that is, no part of a known library."""
     return isinstance(module_name, str) and not is_in_packages(_LIBRARIES, module_name)
 
 
@@ -61,8 +61,8 @@ class Reads:
     globals: frozenset[str]  # without names that the function sets itself, also in `attributes`
     attributes: frozenset[str]
     modes_of: frozenset[str]  # names before `.training`, except the function's own `self`; "" for other expressions
-    a_class: bool  # reads the class of an object, and so perhaps attributes of the class
-    fills_containers: bool  # changes containers, such as a cache, which are then not watched
+    reads_class: bool  # reads the class of an object, and so perhaps attributes of the class
+    changes_containers: bool  # changes containers, such as caches, which are then not watched
 
 
 @functools.lru_cache(4096)
@@ -71,28 +71,29 @@ def reads(code: CodeType) -> Reads:
     names: defaultdict[str, set[Any]] = defaultdict(set)
     for part in nested(code):
         before, before_name = "", ""
-        for one in dis.get_instructions(part):
-            kind = _KINDS.get(one.opname, one.opname)
-            names[kind].add(one.argval)
-            if kind == "LOAD_ATTR" and one.argval in _FILLING and before in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR"):
-                names["STORE_SUBSCR"].add(one.argval)
-            if kind == "LOAD_ATTR" and one.argval == "training" and before_name not in code.co_varnames[:1]:
+        for instruction in dis.get_instructions(part):
+            kind, name = _COUNTED_AS.get(instruction.opname, instruction.opname), instruction.argval
+            names[kind].add(name)
+            if kind == "LOAD_ATTR" and name in _MUTATING and before in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_ATTR"):
+                names["STORE_SUBSCR"].add(name)
+            if kind == "LOAD_ATTR" and name == "training" and before_name not in code.co_varnames[:1]:
                 names["training"].add(before_name)
-            before, before_name = kind, _loaded(one)
+            before, before_name = kind, _loaded(instruction)
     globals_, attributes = names["LOAD_GLOBAL"] - names["STORE_GLOBAL"], names["LOAD_ATTR"] - names["STORE_ATTR"]
     return Reads(
         globals=frozenset(globals_),
         attributes=frozenset(attributes),
         modes_of=frozenset(names["training"]),
-        a_class="type" in globals_ or "__class__" in attributes,
-        fills_containers="STORE_SUBSCR" in names,
+        reads_class="type" in globals_ or "__class__" in attributes,
+        changes_containers="STORE_SUBSCR" in names,
     )
 
 
-def _loaded(one: dis.Instruction) -> str:
-    """Return the name that an instruction loads, the second if it loads two; empty if there is none."""
-    value = one.argval[-1] if isinstance(one.argval, tuple) and one.argval else one.argval
-    return value if one.opname.startswith("LOAD_") and isinstance(value, str) else ""
+def _loaded(instruction: dis.Instruction) -> str:
+    """Return the name that an instruction loads, the last if it loads two, or "" if it loads none."""
+    value = instruction.argval
+    value = value[-1] if isinstance(value, tuple) and value else value
+    return value if instruction.opname.startswith("LOAD_") and isinstance(value, str) else ""
 
 
 def nested(code: CodeType) -> Iterator[CodeType]:
@@ -117,15 +118,15 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
 
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
-    """Return the users' functions that a module may run: of its classes and attributes, and all that they call."""
+    """Return the user functions that a module may run: its methods and attributes, and the functions that they call."""
     own = [value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES]
-    kinds = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
-    of_kinds = (value for kind in kinds for name, value in vars(kind).items() if name != "__init__")  # it has run
-    return _collected([*of_kinds, *own])
+    classes = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
+    methods = (value for kind in classes for name, value in vars(kind).items() if name != "__init__")  # it has run
+    return _collected([*methods, *own])
 
 
 def methods_of(value: object, names: Collection[str]) -> list[FunctionType]:
-    """Return an object's methods and properties of these names, if its class is the user's, and all that they call."""
+    """Return a user class's methods and properties of these names, and the functions that they call."""
     kind, found = type(value), list[FunctionType]()
     for _ in range(_MAX_DEPTH if is_users(kind.__module__) else 0):
         known, found = found, _collected(inspect.getattr_static(kind, name, None) for name in sorted(names))
@@ -150,8 +151,8 @@ def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> Non
         found[function.__code__] = function
         cells = cells_of(function)
         called = [function.__globals__.get(name) for name in reads(function.__code__).globals]
-        for one in (*called, *(Cells(cells)[name] for name in cells)):
-            _collect(one, found, depth - 1)
+        for other in (*called, *(Cells(cells)[name] for name in cells)):
+            _collect(other, found, depth - 1)
 
 
 def _called(value: Any) -> Iterator[FunctionType]:
@@ -165,7 +166,7 @@ def _called(value: Any) -> Iterator[FunctionType]:
     kind = value if isinstance(value, type) else type(value)
     if not is_users(kind.__module__) or isinstance(value, nn.Module):
         return  # analysed as a stage's module, or refused for its weights
-    names = _OF_FUNCTIONS if issubclass(kind, Function) else ("__init__",) if kind is value else ("__call__",)
+    names = _FUNCTION_METHODS if issubclass(kind, Function) else ("__init__",) if kind is value else ("__call__",)
     for name in names:
         function = inspect.getattr_static(kind, name, None)
         function = getattr(function, "__func__", function)

@@ -108,7 +108,7 @@ def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
 def _sources(block: _Block) -> Iterator[_Source]:
     """Yield all places outside a module from which its code may read plain values."""
     read = [code_reads.reads(function.__code__) for function in block.functions]
-    for kind in type(block.module).__mro__ if any(one.a_class for one in read) else ():
+    for kind in type(block.module).__mro__ if any(one.reads_class for one in read) else ():
         if code_reads.is_users(kind.__module__):
             values = {name: value for name, value in vars(kind).items() if name in block.names}
             yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
@@ -142,7 +142,7 @@ def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator
 
 def _is_watched(value: Any, read: Reads) -> bool:
     """Return whether changes of a value count. Code may fill containers itself, such as a cache."""
-    return not (read.fills_containers and isinstance(value, _HOLDERS))
+    return not (read.changes_containers and isinstance(value, _HOLDERS))
 
 
 def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:

@@ -15,12 +15,12 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
 WRITTEN: Final = "written argument "
-"""Stands before an argument's name among the values that a forward left, for writes into the argument."""
+"""Prefix of an argument's name. Writes into the argument travel under this name, among values left on modules."""
 
 POSITIONAL: Final = ""  # the name of all positional arguments together
 
 Given: TypeAlias = Mapping[str, tuple[Any, Sequence[Tensor]]]
-"""A call's arguments by name: the tuple or dict that has an argument, and the tensors in it, in order."""
+"""A call's arguments by name: the tuple or dict that holds the argument, and the argument's tensors in order."""
 
 _TENSORS: Final = "tensors"  # keys of the writes into one argument
 _REPLACED: Final = "replaced"
@@ -38,13 +38,13 @@ class CallWatch:
             name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
         }
 
-    def written(self, sent: Mapping[str, Sequence[Tensor]], *, closely: bool) -> dict[str, Tree]:
+    def written(self, sent: Mapping[str, Sequence[Tensor]], *, checks_values: bool) -> dict[str, Tree]:
         """Return, by argument, the written tensors by index, and the replaced indices in lists and dicts.
 
-        Keyword arguments that still equal the values `sent` are left out. A close look refuses writes that torch does
-        not count.
+        Omits keyword arguments that still equal the values `sent`. If `checks_values`, compares all values, and refuses
+        writes that torch does not count.
         """
-        if closely:
+        if checks_values:
             self._check_counted(sent)
         found = {}
         for argument, own in self.tensors.items():
@@ -61,7 +61,7 @@ class CallWatch:
         return found
 
     def _check_counted(self, sent: Mapping[str, Sequence[Tensor]]) -> None:
-        """Refuse writes into tensors that torch does not count, which would go unnoticed."""
+        """Refuse writes that no tensor's `_version` counts, which would go unnoticed."""
         for argument, content in sent.items():
             for tensor, before in zip(self.tensors[argument], content, strict=True):
                 if not tensor._version and not same(tensor.cpu(), before.cpu()):
@@ -71,20 +71,22 @@ class CallWatch:
                         "under `torch.no_grad()` if that is to have no gradient."
                     )
 
-    def visible(self, in_input: Mapping[int, Sequence[str]], *, is_first: bool) -> list[tuple[str, Tensor]]:
-        """Return the tensors that other code sees, each with a description.
+    def tensors_held_elsewhere(
+        self, aliases: Mapping[int, Sequence[str]], *, is_first: bool
+    ) -> list[tuple[str, Tensor]]:
+        """Return the arguments' tensors that other code holds as well, each with the name of a holder.
 
-        `in_input` has the descriptions from an earlier stage, by the indices of tensors in its output.
+        `aliases` are the holders that earlier stages know, by the index of a tensor in this stage's input.
         """
         own = self.tensors[POSITIONAL]
-        found = [(text_of(POSITIONAL), one) for one in own] if is_first else []
-        found += [(what, own[index]) for index, names in in_input.items() if 0 <= index < len(own) for what in names]
+        found = [(text_of(POSITIONAL), tensor) for tensor in own] if is_first else []
+        found += [(name, own[index]) for index, names in aliases.items() if 0 <= index < len(own) for name in names]
         keywords = self.tensors.keys() - {POSITIONAL}
-        return found + [(text_of(name), one) for name in keywords for one in self.tensors[name]]
+        return found + [(text_of(name), tensor) for name in keywords for tensor in self.tensors[name]]
 
 
 def arguments_in(keywords: Iterable[str]) -> list[str]:
-    """Return the names of the extras that are arguments."""
+    """Return the names of extras that are the user's arguments."""
     return [name for name in keywords if name not in (CALLS, CARRIED)]
 
 
@@ -99,7 +101,7 @@ def text_of(argument: str) -> str:
 
 
 def write_back(given: Given, argument: str, written: Tree, unavailable: Callable[[str], Any]) -> None:
-    """Apply writes on a server to the caller's argument; `unavailable` makes stand-ins for values not sent."""
+    """Repeat a server's writes in the caller's argument; `unavailable` makes stand-ins for values not sent."""
     try:
         owners, tensors = given[argument]
         for index, value in written[_TENSORS].items():
@@ -138,7 +140,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if one is other or not start or start != other.untyped_storage().data_ptr() or not one.numel() * other.numel():
         return one is other
     if one.dtype != other.dtype:
-        return True  # in one storage; their offsets are in different units, and are not compared
+        return True  # one storage, but offsets in different units, which are not compared
     first = min(one.storage_offset(), other.storage_offset())
     marks = torch.zeros(max(map(_end, (one, other))) - first, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - first).fill_(True)
@@ -146,17 +148,17 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _end(tensor: Tensor) -> int:
-    """Return the place in its storage after a tensor's last element."""
+    """Return the offset in its storage just after a tensor's last element."""
     lengths = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + int(tensor.storage_offset()) + sum((int(length) - 1) * stride for length, stride in lengths)
 
 
 def _copy(tensor: Tensor, value: Tensor) -> None:
-    """Write as the block did; autograd then goes on, or refuses a leaf, as it does in one process."""
+    """Write as the block did, so that autograd records the write, or refuses a leaf, as in one process."""
     if tensor.shape != value.shape or any(stride == 0 for stride in tensor.stride()):
         raise ConfigError(
-            f"a block may write into its argument, but not into one that is expanded, nor change its shape: got one of "
-            f"shape {tuple(tensor.shape)}, which became {tuple(value.shape)}. Have the block clone it first."
+            "a block may write into an argument unless it is an expanded tensor, and must keep its shape: got shape "
+            f"{tuple(tensor.shape)}, which became {tuple(value.shape)}. Let the block clone it first."
         )
     tensor.copy_(value)
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model.partition.blocks import Blocks
-from lightning_swarm.model.partition.stages import Named, Run, Slot
+from lightning_swarm.model.partition.stages import Named, Slot, StageModules
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
@@ -154,9 +154,9 @@ def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
     )
 
 
-def check_statistics(runs: Sequence[Run]) -> None:
+def check_statistics(stages: Sequence[StageModules]) -> None:
     """Refuse batch norms that are in several stages."""
-    held = [{id(m) for _, block in run for m in block.modules() if isinstance(m, _BatchNorm)} for run in runs]
+    held = [{id(m) for _, block in stage for m in block.modules() if isinstance(m, _BatchNorm)} for stage in stages]
     num_shared = sum(map(len, held)) - len(set[int]().union(*held))
     if num_shared:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Partitions a model into stages as the user's settings say, with boundary layers between them."""
+"""Partitions a model into stages by the user's settings, with boundary layers between them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_swarm.model.boundary_layers import (
 from lightning_swarm.model.partition import checks
 from lightning_swarm.model.partition.blocks import Blocks
 from lightning_swarm.model.partition.stage_ranges import balanced_ranges, named_ranges
-from lightning_swarm.model.partition.stages import Named, Run, Slot, StageModule, TensorIndex, spec_of
+from lightning_swarm.model.partition.stages import Named, Slot, StageModule, StageModules, TensorIndex, spec_of
 
 
 def layers_by_block(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
     """Return a model's boundary layers by the indices of the blocks that they stand after."""
     layers = boundary_layers(model)
     names = {id(model.get_submodule(name)): name for name in layers}
-    behind = {i: names.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in names}
-    if len(behind) < len(layers):
+    found = {i: names.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in names}
+    if len(found) < len(layers):
         raise ConfigError(
-            "boundary layers must stand after blocks of the pipeline, got ones after "
+            "boundary layers must stand after blocks of the pipeline, got layers after "
             f"{sorted(names.values())}. Leave them out, or name another `pipeline`."
         )
-    return {index: layers[name] for index, name in behind.items()}
+    return {index: layers[name] for index, name in found.items()}
 
 
 def insert_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> None:
@@ -49,8 +49,8 @@ def plan_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], b
         for name, layer in describe_layers(model).items():
             if type(layer) is not type(boundary) or layer.ratio != boundary.ratio:
                 raise ConfigError(
-                    f"`boundary` must be what the model has, maybe from its checkpoint: {layer!r} stands after "
-                    f"{name!r}, got {boundary!r}. Leave `boundary` out, or begin with a model without."
+                    f"`boundary` must equal the layers that the model has, maybe from its checkpoint: {layer!r} stands "
+                    f"after {name!r}, got {boundary!r}. Leave `boundary` out, or begin with a model without layers."
                 )
         missing = [blocks.names[index] for index in last_blocks if index not in existing]
         if missing:
@@ -76,13 +76,13 @@ def _full_name(model: nn.Module, blocks: Blocks, index: int) -> str:
     if name is None:
         raise ConfigError(
             "a boundary layer must stand after a module that is an attribute of the model, got block "
-            f"{blocks.names[index]!r}, a {type(block).__name__} that is none. Without a swarm, the layer would not be "
+            f"{blocks.names[index]!r}, a {type(block).__name__} that is not. Without a swarm, the layer would not be "
             "called. Make the block an attribute of the model, or cut elsewhere with `split=...`."
         )
     if sum(other is block for other in blocks.modules) > 1:
         raise ConfigError(
-            f"a boundary layer must stand after a block that comes once, got {name!r}, which comes again. Cut "
-            "elsewhere, with `split=...`."
+            f"a boundary layer must stand after a block that is called once, got {name!r}, which the pipeline repeats. "
+            "Cut elsewhere, with `split=...`."
         )
     return name
 
@@ -96,42 +96,44 @@ def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
 def build_stages(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
     """Build a stage for each range of a LightningModule's blocks, without changing it; parameters may be on meta.
 
-    If there are parameters in no block, one more stage follows, on the trainers.
+    Parameters outside of all blocks are in one more stage, on the trainers.
     """
     if not blocks.is_empty:
         checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_by_block(model, blocks)
     outside = _outside(model, [*blocks.modules, *layers.values()])
     checks.check_modules(blocks.named_modules(), outside)
-    runs = [_run(blocks, layers, indices) for indices in ranges]
-    checks.check_statistics(runs)
+    computed = [_stage_modules(blocks, layers, indices) for indices in ranges]
+    checks.check_statistics(computed)
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
     parameters = _slots(model, lambda module: module._parameters)
     buffers = _slots(model, lambda module: module._buffers)
-    held = [_ids(block.parameters() for _, block in run) for run in runs]  # each stage's parameters, by `id`
+    held = [_ids(block.parameters() for _, block in modules) for modules in computed]  # stage -> ids of its parameters
     checks.check_registered(blocks, set(parameters) | set(buffers))
     tied = {key for key in parameters if sum(key in ids for ids in held) > 1}
     checks.check_dtypes(parameters, held, tied)
     if blocks.modules == tuple(blocks.root._modules.values()):
         checks.check_untied(outside, held)  # blocks of `configure_stages` may share parameters with other modules
     stages = []
-    for index, run in enumerate(runs):
-        inside = _ids(block.buffers() for _, block in run)
+    for index, modules in enumerate(computed):
+        inside = _ids(block.buffers() for _, block in modules)
         own_parameters = {key: slot for key, slot in parameters.items() if key in held[index]}
         slots = TensorIndex(
-            tuple(_slot_in_stage(slot, model, run) if key in tied else slot for key, slot in own_parameters.items()),
+            tuple(
+                _slot_in_stage(slot, model, modules) if key in tied else slot for key, slot in own_parameters.items()
+            ),
             tuple(slot for key, slot in buffers.items() if key in inside),
         )
-        stages.append(StageModule(spec_of(index, names[index], slots), run, slots, outside))
+        stages.append(StageModule(spec_of(index, names[index], slots), modules, slots, outside))
     for index, stage in enumerate(stages):
         stage.read_later = frozenset[str]().union(*(later.keywords for later in stages[index + 1 :]))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
     if blocks.is_empty:
         slots = TensorIndex(around, tuple(buffers.values()))
         stages.append(StageModule(spec_of(0, (), slots, on_trainers=True), (), slots, outside))
-    elif around:  # parameters in no block are in one more stage, on the trainers
+    elif around:
         slots = TensorIndex(around, ())
-        stages.append(StageModule(spec_of(len(runs), (), slots, on_trainers=True), (), slots))
+        stages.append(StageModule(spec_of(len(computed), (), slots, on_trainers=True), (), slots))
     return tuple(stages)
 
 
@@ -145,11 +147,11 @@ def _slots(model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tens
     return slots
 
 
-def _slot_in_stage(slot: Slot, model: nn.Module, run: Run) -> Slot:
-    """Return the slot of a tied parameter in a module of the stage, so that the stage sees it when it is replaced."""
+def _slot_in_stage(slot: Slot, model: nn.Module, computed: StageModules) -> Slot:
+    """Return the slot of a tied parameter in a module of the stage, so that the stage sees a replaced parameter."""
     name, owner, key = slot
     parameter = owner._parameters[key]
-    inside = {id(module) for _, block in run for module in block.modules()}
+    inside = {id(module) for _, block in computed for module in block.modules()}
     for module in model.modules():
         if id(module) in inside:
             for own_key, value in module._parameters.items():
@@ -162,20 +164,20 @@ def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:
     return {id(tensor) for group in groups for tensor in group}
 
 
-def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> Run:
-    """Return the modules of a stage: its blocks and boundary layers, of which a layer at a cut is halved."""
+def _stage_modules(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> StageModules:
+    """Return the modules of a stage: its blocks and boundary layers, or the halves of layers at its ends."""
     before = layers.get(indices.start - 1)
-    run: list[tuple[str | None, nn.Module]] = [] if before is None else [(None, before.decompress)]
+    found: list[tuple[str | None, nn.Module]] = [] if before is None else [(None, before.decompress)]
     for index in indices:
-        run.append((blocks.names[index], blocks.modules[index]))
+        found.append((blocks.names[index], blocks.modules[index]))
         if index in layers:
             stage_ends_here = indices.stop == index + 1 < len(blocks.modules)
-            run.append((None, layers[index].compress if stage_ends_here else layers[index]))
-    return run
+            found.append((None, layers[index].compress if stage_ends_here else layers[index]))
+    return found
 
 
-def _outside(model: nn.Module, run: Iterable[nn.Module]) -> list[Named]:
-    inside = {id(module) for part in run for module in part.modules()}
+def _outside(model: nn.Module, modules: Iterable[nn.Module]) -> list[Named]:
+    inside = {id(module) for part in modules for module in part.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
 
@@ -195,7 +197,7 @@ def choose_ranges(
     ranges = named_ranges(blocks.names, list(split))
     if len(ranges) != num_stages:
         raise ConfigError(
-            f"`split` must name the beginnings of `num_stages` stages: it makes {len(ranges)}, and `num_stages` is "
+            f"`split` must name the first blocks of `num_stages` stages, got {len(ranges)} stages and `num_stages` of "
             f"{num_stages}. Make them agree."
         )
     return ranges
@@ -210,5 +212,5 @@ def _ranges_at_seams(costs: Sequence[int], num_stages: int, seams: Collection[in
             f"{num_stages}. Lower it, or name the blocks where stages begin with `split=[...]`."
         )
     parts = [range(start + 1, end + 1) for start, end in zip([-1, *ends], ends, strict=False)]
-    runs = balanced_ranges([sum(costs[index] for index in part) for part in parts], num_stages)
-    return tuple(range(parts[run.start].start, parts[run.stop - 1].stop) for run in runs)
+    chosen = balanced_ranges([sum(costs[index] for index in part) for part in parts], num_stages)
+    return tuple(range(parts[group.start].start, parts[group.stop - 1].stop) for group in chosen)

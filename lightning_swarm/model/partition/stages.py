@@ -14,7 +14,7 @@ Slot = tuple[str, nn.Module, str]  # full name of a tensor in the model, the mod
 
 Named = tuple[str, nn.Module]
 
-Run = Sequence[tuple[str | None, nn.Module]]
+StageModules = Sequence[tuple[str | None, nn.Module]]
 """The modules that a stage computes, in order: blocks with their names, and boundary layers without."""
 
 
@@ -46,13 +46,13 @@ class StageSpec(msgspec.Struct, frozen=True):
 class StageModule(nn.Module):
     """A run of the user's blocks, with boundary layers between them, and halves of boundary layers at its ends."""
 
-    def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex", around: Sequence[Named] = ()) -> None:
-        """Hold blocks; see `build_stages`."""
+    def __init__(self, spec: StageSpec, own: StageModules, slots: "TensorIndex", around: Sequence[Named] = ()) -> None:
+        """Hold the stage's `own` modules; see `build_stages`."""
         super().__init__()
         self.spec = spec
         # Modules outside of all blocks. They belong to the stage only if the model is not cut.
         self.around = tuple(around)
-        self.block_names, blocks = [name for name, _ in run], [block for _, block in run]  # None: a boundary layer
+        self.block_names, blocks = [name for name, _ in own], [block for _, block in own]  # None: a boundary layer
         self.blocks = nn.ModuleList(blocks)
         # Read here, because torch's compiler cannot read signatures.
         self._keywords = [tuple(sorted(accepted_keywords(block))) for block in blocks]

@@ -114,7 +114,7 @@ def test_arguments_out_of_range_are_refused(kind: Any, arguments: tuple[Any, ...
     ("hidden", "words"),
     [
         ((torch.zeros(2, 8),), r"hidden state is one tensor, got a block whose output is a tuple"),
-        (torch.zeros(2, 6), r"for 8 features .* got \[2, 6\]\. Say how many they are: `features=6`"),
+        (torch.zeros(2, 6), r"must have 8 features, got \[2, 6\]\. Set `features=6`"),
     ],
 )
 def test_hidden_states_that_do_not_fit_are_refused(hidden: Any, words: str) -> None:
@@ -262,7 +262,7 @@ def test_insertions_that_cannot_be_are_refused() -> None:
     for boundary, after, words in (
         (Bottleneck(ratio=2), [name], r"at most one .* got 'model\.parts\.h\.1' again"),
         (Bottleneck(ratio=3), ["model.parts.h.2"], r"must divide the number of features, got 3 and 8"),
-        (Bottleneck(ratio=2), ["model.parts.h.2.1"], r"after 'model\.parts\.h\.2\.1' must be known, and Tanh has no"),
+        (Bottleneck(ratio=2), ["model.parts.h.2.1"], r"after 'model\.parts\.h\.2\.1' must be known, but Tanh has no"),
         (Bottleneck(ratio=2), ["model.parts.h.7"], r"stands after a submodule, got 'model\.parts\.h\.7'"),
         (Bottleneck(ratio=2), [""], r"stands after a submodule, got ''"),
         (Bottleneck(ratio=2, features=1 << 40), ["model.parts.h.2"], r"must not have more numbers than the model"),
@@ -379,13 +379,13 @@ class Made(nn.Module):
 def test_blocks_that_nothing_can_stand_after_are_refused() -> None:
     made = Made()
     with pytest.raises(
-        ConfigError, match=r"after a module that is an attribute of the model, got block '0', a Sequential that is none"
+        ConfigError, match=r"after a module that is an attribute of the model, got block '0', a Sequential that is not"
     ):
         insert_boundaries(made, find_blocks(made, None), (range(1), range(1, 2)), Bottleneck(ratio=2))
     shared = nn.Linear(8, 8)
     outer = nn.Module()
     outer.net = nn.Sequential(shared, shared, nn.Linear(8, 8))
-    with pytest.raises(ConfigError, match=r"a block that comes once, got 'net\.0', which comes again"):
+    with pytest.raises(ConfigError, match=r"a block that is called once, got 'net\.0', which the pipeline repeats"):
         insert_boundaries(outer, find_blocks(outer, None), (range(2), range(2, 3)), Bottleneck(ratio=2))
 
 
