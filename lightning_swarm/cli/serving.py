@@ -308,7 +308,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         import torch
         import transformers
 
-        from lightning_swarm.serving.remote_model import prefill_in_chunks, remote_model
+        from lightning_swarm.serving.remote_model import prefill_options, remote_model
 
     say(f"Connecting to {arguments.address}.")
     try:
@@ -330,7 +330,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True)
         num_prompt = given["input_ids"].shape[1]
         say(f"Computing the prompt's {num_prompt} tokens.")
-        drawn |= prefill_in_chunks(model, num_prompt)
+        drawn |= prefill_options(model, num_prompt)
         found = model.generate(**given, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **drawn)
         number = found.shape[1] - num_prompt
         took_s = time.perf_counter() - begin_s

@@ -207,7 +207,7 @@ class PretrainedModel:
         if self.quantization is not None:
             self.quantization.check_device(self.quantized_here, device)
 
-    def hold_places(self, device: torch.device) -> list[Tensor]:
+    def make_placeholders(self, device: torch.device) -> list[Tensor]:
         """Replace the blocks' tensors by zeros of equal shapes that take no memory, and return these placeholders."""
         # Not on meta, because an adapter is made on the device of its layer, and needs values.
         adapted = None if self.quantization is None else self.quantization.adapted_dtype

@@ -28,8 +28,8 @@ class QueueLimits:
     wait_s: float = 60.0
 
     @property
-    def three_quarters(self) -> int:
-        """The most long texts, and texts of one client, so that places are left for short texts and other clients."""
+    def max_share(self) -> int:
+        """The most places for long texts, and for one client's: three quarters, so that others find room."""
         return max(1, self.texts - self.texts // 4)
 
 
@@ -37,7 +37,7 @@ DEFAULT_LIMITS: Final = QueueLimits()
 
 
 class TextQueue:
-    """Gives places to requests, to each client in turn. A client's long and short requests wait in separate lines."""
+    """Admits requests, each client in turn. A client's long and short requests wait in separate lines."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
@@ -48,25 +48,24 @@ class TextQueue:
         self._numbers = itertools.count()
 
     def enter(self, client: str, num_texts: int, num_tokens: int) -> QueuedRequest:
-        """Ask for the places of a request's texts, of up to `num_tokens` new tokens each.
+        """Queue a request for the places of its texts, each of up to `num_tokens` new tokens.
 
         If the queue is full, the newest request of the client with most waiting requests is refused.
 
         Raises:
-            RequestError: This request is refused, or its texts are more than may be written at once.
+            RequestError: This request is refused, or has more texts than may be written at once.
         """
         queued = QueuedRequest(self, next(self._numbers), client, num_texts, is_long=num_tokens > _SHORT_TOKENS)
-        most = min(self._of_client(client), self._limits.three_quarters if queued.is_long else self._limits.texts)
+        most = min(self._max_texts(client), self._limits.max_share if queued.is_long else self._limits.texts)
         if num_texts > most:
-            raise RequestError(400, f"a request like this has at most {most} texts at this endpoint, got {num_texts}")
+            raise RequestError(400, f"this endpoint takes at most {most} texts in such a request, got {num_texts}")
         self._lines.setdefault(queued.line, deque()).append(queued)
         self._waiting[client] += 1
         self.admit()
         if self._waiting.total() > self._limits.waiting:
-            longest = max(self._waiting, key=lambda one: (self._waiting[one], one == client))
-            newest = max(
-                (line[-1] for (one, _), line in self._lines.items() if one == longest), key=lambda it: it.number
-            )
+            busiest = max(self._waiting, key=lambda other: (self._waiting[other], other == client))
+            lines = (line for (other, _), line in self._lines.items() if other == busiest)
+            newest = max((line[-1] for line in lines), key=lambda request: request.number)
             newest.refuse(f"this endpoint is busy, and {self._limits.waiting} requests wait already")
         if queued.admitted.done():
             queued.admitted.result()
@@ -80,22 +79,22 @@ class TextQueue:
         while (queued := self._next()) is not None:
             self.remove(queued)
             if (line := self._lines.pop(queued.line, None)) is not None:
-                self._lines[queued.line] = line  # the last in turn
+                self._lines[queued.line] = line  # now the last in turn
             self._running[queued.client] += queued.num_texts
             self._num_long += queued.num_texts * queued.is_long
             queued.stop_timer()
             queued.admitted.set_result(None)
 
     def _next(self) -> QueuedRequest | None:
-        """Return the next request that gets places; None: no request gets any now."""
+        """Return the next request to admit, or None."""
         is_long_blocked = False
         for (client, is_long), (queued, *_) in self._lines.items():
-            if (is_long and is_long_blocked) or self._running[client] + queued.num_texts > self._of_client(client):
+            if (is_long and is_long_blocked) or self._running[client] + queued.num_texts > self._max_texts(client):
                 continue
             # Later requests do not overtake, because a request for many places might otherwise never get them.
             if self._running.total() + queued.num_texts > self._limits.texts:
                 return None
-            if not is_long or self._num_long + queued.num_texts <= self._limits.three_quarters:
+            if not is_long or self._num_long + queued.num_texts <= self._limits.max_share:
                 return queued
             is_long_blocked = True
         return None
@@ -113,13 +112,13 @@ class TextQueue:
         self._num_long -= queued.is_long
         self.admit()
 
-    def _of_client(self, client: str) -> int:
-        # Requests without an address have an empty `client`, and share no limit.
-        return min(MAX_TEXTS, self._limits.three_quarters) if client else self._limits.texts
+    def _max_texts(self, client: str) -> int:
+        # Requests without an address have an empty `client`, to which no share applies.
+        return min(MAX_TEXTS, self._limits.max_share) if client else self._limits.texts
 
 
 class QueuedRequest:
-    """A request that waits for its places, or has them."""
+    """A request that waits for its places, or was admitted."""
 
     def __init__(self, queue: TextQueue, number: int, client: str, num_texts: int, *, is_long: bool) -> None:
         self._queue, self.number, self.client, self.num_texts, self.is_long = queue, number, client, num_texts, is_long

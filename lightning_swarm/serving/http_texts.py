@@ -1,4 +1,4 @@
-"""The texts of one HTTP request: they wait for their places, and are then written together."""
+"""The texts of one HTTP request, which wait for their places and are then written together."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lightning_swarm.serving.tool_calls import CallReader, with_calls
 class PlannedText:
     """A text that has not begun."""
 
-    begin: Callable[..., TextWriter]  # takes `on_end`
-    reader: CallReader | None  # separates its calls
+    begin: Callable[..., TextWriter]  # with the keyword argument `on_end`
+    reader: CallReader | None  # separates tool calls from the text
 
 
 class RequestTexts:
-    """Writes a request's texts, as soon as the queue has given it places. `close` gives everything back."""
+    """Writes a request's texts once the queue has admitted it. `close` returns its places."""
 
     def __init__(
         self,
@@ -35,15 +35,14 @@ class RequestTexts:
         model: str,
         *,
         arrived_s: float,  # of the request
-        held: ExitStack,  # closed when the texts have left the queue
+        held: ExitStack,  # resources of the wait, closed when the texts leave the queue
     ) -> None:
         self._planned, self._queued, self._held = planned, queued, held
         self._metrics, self._model, self._arrived_s = metrics, model, arrived_s
         self._entered_s = time.monotonic()
         self._writers: list[TextWriter] = []
-        self._set_waiting = ExitStack()
         metrics.waiting.labels(model).inc(len(planned))
-        self._set_waiting.callback(metrics.waiting.labels(model).dec, len(planned))
+        held.callback(metrics.waiting.labels(model).dec, len(planned))
 
     @property
     def is_waiting(self) -> bool:
@@ -51,10 +50,9 @@ class RequestTexts:
         return not self._queued.admitted.done()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, TextPiece]]:
-        """Yield the texts' pieces as they come, with the texts' indices. Raises the first error of any text."""
+        """Yield the texts' pieces as they arrive, with the texts' indices. Raises the first error of any text."""
         await self._queued.until_admitted()
         self._held.close()
-        self._set_waiting.close()
         self._metrics.queued.labels(self._model).observe(time.monotonic() - self._entered_s)
         async with aclosing(merged([self._begin(planned) for planned in self._planned])) as pieces:
             async for index, piece in pieces:
@@ -76,7 +74,6 @@ class RequestTexts:
         self._queued.leave(num_begun=len(self._writers))
         for writer in self._writers:
             writer.abort()
-        self._set_waiting.close()
         self._held.close()
 
     def usage(self, num_choices: int) -> dict[str, Any]:

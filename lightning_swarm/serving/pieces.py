@@ -8,7 +8,7 @@ from typing import Any
 
 
 def overlap(text: str, sought: str) -> int:
-    """Return the length of the longest beginning of `sought`, short of the whole, that ends the text."""
+    """Return the length of the longest proper prefix of `sought` that is a suffix of `text`."""
     longest = min(len(sought) - 1, len(text))
     return next((length for length in range(longest, 0, -1) if text.endswith(sought[:length])), 0)
 
@@ -23,12 +23,14 @@ class TokenScore:
 
     @classmethod
     def of(cls, tokenizer: Any, token: int, logits: Any, num_top: int) -> TokenScore:
-        """Score a token by the logits of its place; `logits` of None: without a score."""
+        """Score a token by the logits at its position; without logits, leave it unscored."""
         if logits is None:
             return cls(tokenizer.decode([token]), None)
         logprobs = logits.double().log_softmax(dim=-1)
         values, tokens = logprobs.topk(num_top)
-        top = [(tokenizer.decode([one]), value) for one, value in zip(tokens.tolist(), values.tolist(), strict=True)]
+        top = [
+            (tokenizer.decode([number]), value) for number, value in zip(tokens.tolist(), values.tolist(), strict=True)
+        ]
         return cls(tokenizer.decode([token]), float(logprobs[token]), top)
 
 
@@ -60,26 +62,25 @@ class TextPiece:
 
 
 class StopFinder:
-    """Passes text on as it arrives, but holds back a possible beginning of a stop string."""
+    """Passes text on as it arrives, but holds back a suffix that may begin a stop string."""
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
         self._stops = stops
         self._keeps = keeps  # the stop string stays part of the text
-        self._held = ""  # text that may begin a stop string
+        self._held = ""  # suffix that may begin a stop string
         self.found = False  # the text has a stop string
 
     def take(self, text: str) -> str:
-        """Append more text, and return the part that is certainly before any stop string."""
+        """Append more text, and return the part that is certainly in no stop string."""
         self._held += text
-        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
+        matches = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if matches:
             self.found = True
-            place, stop = min(places)
-            passed, self._held = self._held[: place + len(stop) * self._keeps], ""
+            start, stop = min(matches)
+            passed, self._held = self._held[: start + len(stop) * self._keeps], ""
             return passed
-        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
-        passed = self._held[: len(self._held) - keep]
-        self._held = self._held[len(self._held) - keep :]
+        end = len(self._held) - max((overlap(self._held, stop) for stop in self._stops), default=0)
+        passed, self._held = self._held[:end], self._held[end:]
         return passed
 
     def rest(self) -> str:

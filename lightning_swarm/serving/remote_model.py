@@ -40,64 +40,6 @@ from lightning_swarm.serving.routes import ServedRoutes
 from lightning_swarm.serving.tuning_client import AdaptedBlocks
 
 
-def step_tokens(model: Any) -> int:
-    """Return how many tokens, all rows together, each server of a model takes in one step."""
-    client = getattr(model, "swarm", None)
-    return client.step_tokens if isinstance(client, ServedModelClient) else Limits().step_tokens
-
-
-def part_of_prompts(model: Any, num_rows: int = 1) -> int | None:
-    """Return into how many tokens a long prompt is cut, so that other texts wait for one part; None: it stays whole."""
-    # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
-    # depend on the length of the text, or if it keeps no cache.
-    if has_own_prompt(model) or model._is_stateful or positions_depend_on_length(model):
-        return None
-    if not getattr(model.generation_config, "use_cache", True):
-        return None
-    return max(1, min(PREFILL_CHUNK, step_tokens(model) // num_rows))
-
-
-def prefill_in_chunks(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
-    """Return the options of `generate` that cut a long prompt."""
-    part = part_of_prompts(model, num_rows)
-    return {"prefill_chunk_size": part} if part is not None and part < num_tokens else {}
-
-
-def _writing(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's `generate`: the blocks know when a text is written, and its prompt's prefix is not sent again."""
-
-    @functools.wraps(generate)
-    def write(*args: Any, **kwargs: Any) -> Any:
-        prompt, chosen = _options_of(model, args, kwargs)
-        options = {**kwargs, **_chunks_of(model, prompt, chosen)}
-        with served.writing() as text:
-            if not can_begin_with_prefix(model, prompt, chosen, {*kwargs}):
-                return generate(*args, **options)
-            prefixes: TextPrefixes = model.swarm.prefixes
-            found = generate(*args, **options, **prefixes.begin(prompt, text))
-            prefixes.keep(found if isinstance(found, torch.Tensor) else found.sequences, text)
-            return found
-
-    return write
-
-
-def _options_of(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
-    """Return the prompt of a call of `generate`, and a function that returns an option of it by name."""
-    prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
-    config = options.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
-    return prompt, lambda name: options.get(name, getattr(config, name, None))
-
-
-def _chunks_of(model: Any, prompt: Any, chosen: Callable[[str], Any]) -> dict[str, int]:
-    """Return the options that cut a prompt which is too long for one step."""
-    others = map(chosen, ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"))
-    if not isinstance(prompt, torch.Tensor) or any(others) or chosen("use_cache") is False:
-        return {}
-    num_rows = len(prompt) * max(chosen("num_beams") or 1, chosen("num_return_sequences") or 1)
-    num_tokens = prompt.shape[-1]
-    return prefill_in_chunks(model, num_tokens, num_rows) if num_rows * num_tokens > step_tokens(model) else {}
-
-
 class ServedModelClient:
     """This process's connection to the swarm that serves a model.
 
@@ -148,22 +90,23 @@ class ServedModelClient:
     def _build(self, fill: Callable[[PretrainedModel], object], *, adapts: bool) -> None:
         """Build the Hugging Face model, whose blocks are on servers. `fill` loads the weights around the blocks."""
         card = self.card
-        form = card.config, card.generation_config
-        pretrained = PretrainedModel(*form, dtype=card.dtype, blocks=card.blocks, computes_blocks=False)
+        configs = card.config, card.generation_config
+        pretrained = PretrainedModel(*configs, dtype=card.dtype, blocks=card.blocks, computes_blocks=False)
         fill(pretrained)
         self.model: Any = pretrained.module
         self.model.swarm = self
         blocks, device = pretrained.blocks, self._device
         self.blocks = blocks.modules
         refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
-        # Placeholders for the weights on servers.
-        self.places: list[torch.Tensor] = pretrained.hold_places(device) if adapts else []
+        self.placeholders: list[torch.Tensor] = (
+            pretrained.make_placeholders(device) if adapts else []
+        )  # of weights on servers
         adapted = self._new_adapted(blocks.modules, blocks.names) if adapts else None
         served = self.served = ServedBlocks(
             self._forwards, card, self.blocks, device=device, adapted=adapted, exact=self._exact
         )
         self.prefixes = TextPrefixes(self.model, served, shares=self.routes.share_prefixes)
-        vars(pretrained.module)["generate"] = _writing(self.model, served, self.model.generate)
+        vars(pretrained.module)["generate"] = _wrapped_generate(self.model, served, self.model.generate)
         self._interception = Interception(blocks, BlockChain(blocks, served, served.generate, device.type))
 
     async def _begin(self) -> None:
@@ -178,8 +121,8 @@ class ServedModelClient:
             folder = PretrainedFolder(Path(weights))
             if weights_digest(model.fill(tensors, folder.reader(model), device)) != self.card.around:
                 raise ConfigError(
-                    f"`weights` must be the folder of the model that is served, and {str(weights)!r} has other weights "
-                    "around the blocks. Leave it out: then they come from a server."
+                    f"`weights` must be the folder of the served model, but {str(weights)!r} has other weights around "
+                    "the blocks. Leave `weights` out to get them from a server."
                 )
             return
         sources = [peer for peer, offer in self._models.offers.items() if offer.has_files]
@@ -189,7 +132,7 @@ class ServedModelClient:
 
     @property
     def step_tokens(self) -> int:
-        """The tokens, all rows together, that each known server takes in one step."""
+        """The most tokens, summed over rows, that each known server takes in one step."""
         return min((offer.step_tokens for offer in self._models.offers.values()), default=Limits().step_tokens)
 
     def tokenizer(self) -> Any:
@@ -199,8 +142,8 @@ class ServedModelClient:
         files = self._runtime.run(self._models.download_files())
         if not files:
             raise ConfigError(
-                "this model is served without a tokenizer. Save one into the folder that is served, by "
-                "`tokenizer.save_pretrained(FOLDER)`, or use one of your own."
+                "this model is served without a tokenizer. Save one into the served folder with "
+                "`tokenizer.save_pretrained(FOLDER)`, or use your own."
             )
         with tempfile.TemporaryDirectory() as folder:
             for name, content in {**files, "config.json": self.card.config.encode()}.items():
@@ -212,7 +155,7 @@ class ServedModelClient:
         try:
             import peft
         except ImportError as error:
-            raise ConfigError("adapters are peft's. Install it: `pip install 'lightning-swarm[tune]'`.") from error
+            raise ConfigError("adapters need peft. Install it: `pip install 'lightning-swarm[tune]'`.") from error
         try:
             if not Path(folder, "adapter_config.json").is_file():  # otherwise peft would look for it on the Hub
                 raise FileNotFoundError("it has no adapter_config.json")
@@ -225,19 +168,19 @@ class ServedModelClient:
             own = peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys()
             if saved != own:
                 raise ValueError(
-                    f"its tensors are not those that this model's would have, as {sorted(saved ^ own)[:2]}"
+                    f"its tensors are not those of an adapter of this model, for example {sorted(saved ^ own)[:2]}"
                 )
         except SwarmError:
             raise
         except Exception as error:  # peft's own errors, if the folder does not fit; its files are untrusted
             raise ConfigError(
-                "`adapter` must be a folder that peft's `save_pretrained` has written of an adapter of this model, "
+                "`adapter` must be a folder that peft's `save_pretrained` wrote for an adapter of this model, "
                 f"got {str(folder)!r}: {shorten(str(error))}"
             ) from error
         return model
 
     def with_lora(self, folder: str | Path) -> Any:
-        """Return another model, with a LoRA adapter that peft has saved; `ConfigError` if it does not belong here.
+        """Return a further model with a LoRA adapter that peft has saved; `ConfigError` if it does not fit.
 
         The models share this connection, which this client closes, and the memory of the weights around the blocks.
         Several threads may write texts with each.
@@ -248,7 +191,7 @@ class ServedModelClient:
         other._build(lambda model: model.fill(model.around, own.__getitem__, self._device), adapts=True)
         if other.adapted(folder).active_peft_config.is_prompt_learning:  # peft would write one text at a time
             raise ConfigError(
-                f"an endpoint serves LoRA adapters, got tuned prompts in {str(folder)!r}. Use them by "
+                f"an endpoint serves LoRA adapters, got tuned prompts in {str(folder)!r}. Use them with "
                 "`lightning-swarm generate --adapter FOLDER`."
             )
         return other.model
@@ -309,8 +252,7 @@ def remote_model(
         >>> tokenizer = model.swarm.tokenizer()
         >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
     """
-    where = device_of(device)
-    adapts = adapter is not None
+    where, adapts = device_of(device), adapter is not None
     client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts, exact=exact)
     if adapter is None:
         return client.model
@@ -332,7 +274,7 @@ def connect(
     exact: bool = False,
     microbatch_size: int | None = None,
 ) -> ServedModelClient:
-    """Connect to a served model; see `remote_model`, and for the rest `ServedModelClient`."""
+    """Connect to a served model; `remote_model` and `ServedModelClient` explain the arguments."""
     host = Address.parse(address)
     entry = None if invite is None else visitor_entry(invite, now_s=time.time())
     runtime, transport, directory = visit_network(host, entry)
@@ -363,3 +305,64 @@ def connect(
         raise
     atexit.register(client.close)
     return client
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+def _wrapped_generate(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's `generate` to open a text on the servers, cut long prompts, and reuse known prefixes."""
+
+    @functools.wraps(generate)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        prompt, option = _call_options(model, args, kwargs)
+        options = {**kwargs, **_chunk_options(model, prompt, option)}
+        with served.writing() as text:
+            if not can_begin_with_prefix(model, prompt, option, {*kwargs}):
+                return generate(*args, **options)
+            prefixes: TextPrefixes = model.swarm.prefixes
+            found = generate(*args, **options, **prefixes.begin(prompt, text))
+            prefixes.keep(found if isinstance(found, torch.Tensor) else found.sequences, text)
+            return found
+
+    return wrapped
+
+
+def _call_options(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
+    """Return the prompt of a call of `generate`, and a function that returns the call's option of a name."""
+    prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
+    config = options.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    return prompt, lambda name: options.get(name, getattr(config, name, None))
+
+
+def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any]) -> dict[str, int]:
+    """Return the options that cut a prompt which is too long for one step."""
+    conflicting = map(option, ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"))
+    if not isinstance(prompt, torch.Tensor) or any(conflicting) or option("use_cache") is False:
+        return {}
+    num_rows = len(prompt) * max(option("num_beams") or 1, option("num_return_sequences") or 1)
+    num_tokens = prompt.shape[-1]
+    return prefill_options(model, num_tokens, num_rows) if num_rows * num_tokens > step_tokens(model) else {}
+
+
+def prefill_options(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str, int]:
+    """Return the options of `generate` that cut a long prompt into chunks."""
+    size = prefill_chunk(model, num_rows)
+    return {"prefill_chunk_size": size} if size is not None and size < num_tokens else {}
+
+
+def prefill_chunk(model: Any, num_rows: int = 1) -> int | None:
+    """Return the tokens of each chunk of a long prompt, so that other texts wait for only one; None: it stays whole."""
+    # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
+    # depend on the length of the text, or if it keeps no cache.
+    if has_own_prompt(model) or model._is_stateful or positions_depend_on_length(model):
+        return None
+    if not getattr(model.generation_config, "use_cache", True):
+        return None
+    return max(1, min(PREFILL_CHUNK, step_tokens(model) // num_rows))
+
+
+def step_tokens(model: Any) -> int:
+    """Return the most tokens, summed over rows, that each server of a model takes in one step."""
+    client = getattr(model, "swarm", None)
+    return client.step_tokens if isinstance(client, ServedModelClient) else Limits().step_tokens

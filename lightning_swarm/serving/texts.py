@@ -51,7 +51,7 @@ class ServedText:
         client = getattr(self.model, "swarm", None)
         return TextScheduler(
             JointForward(None if client is None else client.served),
-            part=remote_model.part_of_prompts(self.model),
+            part=remote_model.prefill_chunk(self.model),
             step_tokens=partial(remote_model.step_tokens, self.model),
             # If position tables depend on the text so far, texts are written one after the other.
             most_texts=1 if positions_depend_on_length(self.model) else None,

@@ -21,8 +21,8 @@ class CallFormat:
     A call is its head, the function's name, the middle, the arguments as JSON, and the tail.
     """
 
-    signs: tuple[str, ...]  # texts that are in the chat templates of the family
-    others: tuple[str, ...]  # texts that are in templates of other families alone
+    signs: tuple[str, ...]  # strings that chat templates of the family contain
+    foreign_signs: tuple[str, ...]  # strings that only templates of other families contain
     head: str
     middle: str
     tail: str
@@ -45,7 +45,7 @@ class CallFormat:
 FORMATS: Final[Mapping[str, CallFormat]] = {
     "hermes": CallFormat(
         signs=("<tool_call>", '"arguments"'),
-        others=("<function=", "<arg_key>"),
+        foreign_signs=("<function=", "<arg_key>"),
         marker="<tool_call>",
         head='\n{"name": "',
         middle='", "arguments": ',
@@ -54,7 +54,7 @@ FORMATS: Final[Mapping[str, CallFormat]] = {
     ),
     "llama3_json": CallFormat(
         signs=("<|start_header_id|>", '{"name": ', '"parameters": '),
-        others=("<tool_call>", "[TOOL_CALLS]"),
+        foreign_signs=("<tool_call>", "[TOOL_CALLS]"),
         prefix="<|python_tag|>",
         head='{"name": "',
         middle='", "parameters": ',
@@ -62,7 +62,7 @@ FORMATS: Final[Mapping[str, CallFormat]] = {
     ),
     "mistral": CallFormat(
         signs=("[TOOL_CALLS]",),
-        others=("[ARGS]",),
+        foreign_signs=("[ARGS]",),
         marker="[TOOL_CALLS]",
         opening="[",
         head='{"name": "',
@@ -73,7 +73,7 @@ FORMATS: Final[Mapping[str, CallFormat]] = {
     ),
     "mistral_args": CallFormat(
         signs=("[TOOL_CALLS]", "[ARGS]"),
-        others=("[CALL_ID]",),
+        foreign_signs=("[CALL_ID]",),
         marker="[TOOL_CALLS]",
         head="",
         middle="[ARGS]",
@@ -93,7 +93,7 @@ def format_of(template: str) -> CallFormat | None:
     """Return the format of the calls that a chat template describes, or None if it is unknown."""
     template = template.replace('\\"', '"')
     for form in FORMATS.values():
-        if all(sign in template for sign in form.signs) and not any(other in template for other in form.others):
+        if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign_signs):
             return form
     return None
 
@@ -109,32 +109,33 @@ def grammar_with_calls(form: CallFormat, asked: Chat, special: Mapping[str, int]
     """
     names = [tool.function.name for tool in asked.callable_tools]
     arguments = [_arguments(tool) for tool in asked.callable_tools]
-    of_answer = None if answer is None or asked.must_call else _rule_beside_calls(form, answer)
+    answer_rule = None if answer is None or asked.must_call else _rule_beside_calls(form, answer)
 
     def text(token: Callable[[str], str]) -> str:
-        """Return the grammar, with a rule for each special token."""
+        """Return the grammar's text; `token` returns the rule of a special token."""
 
         def literal(text: str) -> str:
-            parts = re.split("|".join(f"({re.escape(one)})" for one in special) or r"(?!)", text)
-            return " ".join(token(one) if one in special else quoted(one) for one in parts if one) or '""'
+            parts = re.split("|".join(f"({re.escape(name)})" for name in special) or r"(?!)", text)
+            return " ".join(token(part) if part in special else quoted(part) for part in parts if part) or '""'
 
         is_many = form.separator and asked.may_call_many
         more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if is_many else ""
         prefix = f"{token(form.prefix)}?" if form.prefix in special else ""
-        blank = '" "?' if form.opening else ""  # as some of the family's tokenizers have it
+        blank = '" "?' if form.opening else ""  # some of the family's tokenizers put a blank there
         calls = [
             f"call_{index}: {literal(form.head + name + form.middle)} {rule} {literal(form.tail)}"
             for index, (name, rule) in enumerate(zip(names, arguments, strict=True))
         ]
         lines = [
             "%llguidance {}",
-            *_start(form, asked, literal(form.marker), of_answer, is_token=form.marker in special),
+            *_start(form, asked, literal(form.marker), answer_rule, is_token=form.marker in special),
             f"calls: {prefix} {blank} {literal(form.opening)} call {more} {literal(form.closing)}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(names)))}",
             *calls,
         ]
         return "\n".join(lines)
 
+    # `checked` stands in for `text` where the tokenizer lacks special tokens, so it has a string in their place.
     return Grammar("tools", text=text(lambda name: f"<[{special[name]}]>"), checked=text(lambda _: '"<>"'))
 
 
@@ -155,7 +156,7 @@ def _start(form: CallFormat, asked: Chat, marker: str, answer: str | None, *, is
     if not form.marker:
         return ["start: calls | ANSWER", r"ANSWER: /[ \n]*([^{ \n](.|\n)*)?/"]
     if is_token:
-        # A marker that is spelled in ordinary tokens would be read as the special token.
+        # Refuse a marker spelled in ordinary tokens, which would be read as the special token.
         spelled = rf"/(.|\n)*{re.escape(form.marker)}(.|\n)*/"
         return [f"start: TEXT ({marker} calls)?", rf"TEXT: /(.|\n)*/ & ~{spelled}"]
     # a lazy rule, which ends with the first marker
@@ -179,7 +180,7 @@ def _rule_beside_calls(form: CallFormat, answer: Grammar) -> str:
         return answer.rule
     raise RequestError(
         400,
-        f"`{answer.param}` beside `tools` is for JSON, and for models whose calls begin with a marker. Set "
+        f"with `tools`, `{answer.param}` must ask for JSON from a model whose calls begin with a marker. Set "
         '`tool_choice` to "none" or "required"',
         param=answer.param,
     )

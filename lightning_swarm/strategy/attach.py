@@ -123,7 +123,7 @@ class AttachStrategy(_SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Move the module's own tensors only; moving a placeholder of a served weight would allocate its full size."""
         assert self.lightning_module is not None
-        places, device = set(map(id, self._client.places)), self.root_device
+        places, device = set(map(id, self._client.placeholders)), self.root_device
         for one in self.lightning_module.modules():
             for parameter in one._parameters.values():
                 if parameter is not None and id(parameter) not in places:
@@ -139,7 +139,7 @@ class AttachStrategy(_SingleDeviceStrategy):
 
     def _served_names(self) -> set[str]:
         """Return the names under which the module has placeholders of served weights."""
-        places = set(map(id, self._client.places))
+        places = set(map(id, self._client.placeholders))
         module = self.lightning_module
         assert module is not None
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

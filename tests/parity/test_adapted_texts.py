@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.serving import remote_model
-from lightning_swarm.serving.remote_model import prefill_in_chunks
+from lightning_swarm.serving.remote_model import prefill_options
 from tests.parity.test_served import MODES
 from tests.served import ServedSwarm, calling, make_model, writing
 
@@ -205,8 +205,8 @@ def test_a_text_after_prompts_that_were_tuned(
     peft.get_peft_model(make_model("llama"), PROMPTS_OF_PEFT[kind]).save_pretrained(tmp_path / "adapter")
     model = remote(swarm, tmp_path / "adapter")
     assert torch.equal(write(model, "greedy"), write(plain("llama", tmp_path / "adapter"), "greedy"))
-    assert prefill_in_chunks(model, 1000) == {}, "peft takes the last token alone of each further chunk"
-    assert prefill_in_chunks(swarm.connect(name="another"), 1000)
+    assert prefill_options(model, 1000) == {}, "peft takes the last token alone of each further chunk"
+    assert prefill_options(swarm.connect(name="another"), 1000)
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {

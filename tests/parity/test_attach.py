@@ -198,7 +198,7 @@ def test_what_raises_no_version_is_noticed(swarm: ServedSwarm, monkeypatch: pyte
 def test_places_of_served_weights_take_no_memory(swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = attached(swarm, monkeypatch)
     tune(lora(strategy.base_model()), strategy, steps=1)
-    places = set(map(id, strategy._client.places))
+    places = set(map(id, strategy._client.placeholders))
     held = [one for one in strategy.base_model().parameters() if id(one) in places]
     assert len(held) >= 4 * 9
     assert all(one.untyped_storage().nbytes() == one.itemsize for one in held)

@@ -17,7 +17,7 @@ from lightning_swarm.core.errors import StageError
 from lightning_swarm.server.inference import session_compute
 from lightning_swarm.serving.http_fields import TextFields
 from lightning_swarm.serving.joint_forward import JointForward
-from lightning_swarm.serving.remote_model import part_of_prompts
+from lightning_swarm.serving.remote_model import prefill_chunk
 from lightning_swarm.serving.text_scheduler import TextScheduler
 from lightning_swarm.serving.texts import ServedText
 from tests.served import FAMILIES, ServedSwarm, make_model
@@ -62,7 +62,7 @@ class Texts:
             return found
 
         blocks.step_many = counted
-        options = {"part": part_of_prompts(served.model), "step_tokens": lambda: 4096, "has_threads": False, **options}
+        options = {"part": prefill_chunk(served.model), "step_tokens": lambda: 4096, "has_threads": False, **options}
         self.scheduler = TextScheduler(JointForward(blocks), **options)
 
     def begin(self, prompt: Sequence[int], listener: Listener | None = None, **fields: Any) -> Listener:

@@ -111,7 +111,7 @@ def test_a_request_whose_time_ends_as_it_is_admitted_stays_admitted() -> None:
 def test_more_texts_than_there_are_places_are_refused_at_once(number: int, tokens: int, most: int) -> None:
     async def use() -> None:
         queue = TextQueue(QueueLimits(texts=8))
-        with pytest.raises(RequestError, match=f"at most {most} texts at this endpoint, got {number}") as found:
+        with pytest.raises(RequestError, match=f"at most {most} texts in such a request, got {number}") as found:
             queue.enter("", number, tokens)
         assert found.value.status == 400
         assert queue.enter("", most, tokens).admitted.done()
@@ -154,10 +154,10 @@ def test_bounds_hold_and_each_request_has_its_turn(seed: int) -> None:
     def check(queue: TextQueue, left: dict[QueuedRequest, int]) -> None:
         written = [one for one in left if one.admitted.done()]
         assert sum(one.num_texts for one in written) == queue._running.total() <= limits.texts
-        assert sum(one.num_texts for one in written if one.is_long) == queue._num_long <= limits.three_quarters
+        assert sum(one.num_texts for one in written if one.is_long) == queue._num_long <= limits.max_share
         assert len(left) - len(written) == queue._waiting.total() <= limits.waiting
         for client in "abc":
-            assert queue._running[client] <= min(MAX_TEXTS, limits.three_quarters)
+            assert queue._running[client] <= min(MAX_TEXTS, limits.max_share)
 
     run(use())
 

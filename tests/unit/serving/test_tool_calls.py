@@ -230,9 +230,9 @@ def test_calls_beside_json() -> None:
     answer = Grammar("response_format", rule=json_rule({"type": "boolean"}, "response_format"))
     both = grammar("hermes", answer)
     assert [admits(both, text) for text in ("true", TEXTS["hermes"][0][8:], "yes")] == [True, True, False]
-    with pytest.raises(RequestError, match="`response_format` beside `tools` is for JSON"):
+    with pytest.raises(RequestError, match="with `tools`, `response_format` must ask for JSON"):
         grammar("llama3_json", answer)
-    with pytest.raises(RequestError, match="`structured_outputs` beside `tools` is for JSON"):
+    with pytest.raises(RequestError, match="with `tools`, `structured_outputs` must ask for JSON"):
         grammar("hermes", Grammar("structured_outputs", rule="/a/"))
 
 
