@@ -34,7 +34,7 @@ class Calls:
             self.largest[method] = max(self.largest[method], len(request), len(answer))
 
     @property
-    def is_on_wires(self) -> bool:
+    def may_damage(self) -> bool:
         """See `WireTap`."""
         return False
 

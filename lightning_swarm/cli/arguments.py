@@ -1,4 +1,4 @@
-"""The class of commands, and help texts and options of commands that import torch: help must not wait for torch."""
+"""The class `Command`, and help and options of the commands that import torch, for which `--help` must not wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_swarm.trust.certificates import MAX_REASON
 
 @dataclass(frozen=True)
 class Command:
-    """A command that argparse parses. The command's code is imported when it runs."""
+    """A command parsed by argparse, whose code is imported only when it runs."""
 
     name: str
-    description: str  # the text of `--help`; its first sentence stands in the list of commands, too
+    description: str  # the text of `--help`; its first sentence is also in the list of commands
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: str = ""  # ``module:function`` of this package: takes the parsed arguments, returns the exit status
     usage: str | None = None
@@ -34,7 +34,7 @@ class Command:
         return f"{self.description.partition('.')[0]}."
 
     def parser(self, make: Callable[..., argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Make the command's parser, whose result has `run`."""
+        """Make the command's parser, whose namespace contains `run`."""
         parser = make(
             prog=f"lightning-swarm {self.name}",
             usage=self.usage,
@@ -99,8 +99,8 @@ The peer does not come back by itself: it joins again.
 """
 
 PLAN: Final = """\
-Say what a swarm of some machines would do with a model, and whether it pays. Nothing is started, and other machines \
-are asked only with --swarm.
+Predict how fast a swarm of given machines would train a model, and whether it pays. Nothing is started, and other \
+machines are asked only with --swarm.
 
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
     lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
@@ -139,7 +139,7 @@ config.json in the folder, as `model.config.save_pretrained("my-llama/")` writes
 """
 
 SIMULATE: Final = """\
-Simulate a swarm whose peers come and go: how fast it would be, by which rule.
+Simulate the throughput of a swarm whose peers come and go, under different rebalancing rules.
 Starts nothing, needs no network. A day of 10,000 peers on 100 stages takes minutes for each rule and seed.
 
     lightning-swarm simulate scenario.yaml                          a table
@@ -197,7 +197,7 @@ COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
 
 def add_address(parser: argparse.ArgumentParser, **options: Any) -> None:
     """Add the address of a peer."""
-    parser.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID", **options)
+    parser.add_argument("address", metavar="ADDRESS", help="address of any peer of the run, as HOST:PORT/ID", **options)
 
 
 def add_identity(parser: argparse.ArgumentParser) -> None:
@@ -205,15 +205,15 @@ def add_identity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity",
         metavar="FILE",
-        help="file of this peer's key, made if missing (default: with invitations, kept for the run and this user; "
+        help="file of this peer's key, created if missing (default: with invitations, one key for each run and user; "
         "otherwise a new key each time)",
     )
 
 
 def add_owner_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options by which a command acts as a run's owner."""
-    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="of the run (default: %(default)s)")
-    parser.add_argument("--owner", type=Path, metavar="FILE", help="with the owner's key (default: this user's)")
+    parser.add_argument("--run-id", default=DEFAULT_RUN_ID, metavar="ID", help="id of the run (default: %(default)s)")
+    parser.add_argument("--owner", type=Path, metavar="FILE", help="file of the owner's key (default: this user's)")
 
 
 def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
@@ -221,7 +221,7 @@ def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--invite",
         metavar="INVITATION",
-        help=f"{INVITE_HELP}; where only invited peers are answered (default: {INVITE}, or the owner's key)",
+        help=f"{INVITE_HELP}; needed if only invited peers are answered (default: {INVITE}, or the owner's key)",
     )
     add_owner_arguments(group)
 
@@ -235,7 +235,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST:PORT/ID",
-        help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
+        help="address of a running peer: check that it answers, and that clocks and versions agree (repeatable)",
     )
     add_visitor_arguments(parser)
 
@@ -246,7 +246,7 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     parser.add_argument("--watch", type=float, metavar="SECONDS", help="repeat at this interval, until Ctrl-C")
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="timeout for each peer (default: %(default)g)"
     )
     add_visitor_arguments(parser)
 
@@ -264,7 +264,7 @@ def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
     add_owner_arguments(parser)
     parser.add_argument("subject", metavar="WHO", help="a peer's id, 12D3..., or a file that `invite` wrote")
     parser.add_argument("--invitation", action="store_true", help="also ban or unban the peer's invitation")
-    parser.add_argument("--reason", default="", help=f"a reason to show to people, at most {MAX_REASON} characters")
+    parser.add_argument("--reason", default="", help=f"a reason to display, at most {MAX_REASON} characters")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -272,28 +272,29 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a file of `fit`, with the model in it")
-    numbers = parser.add_argument_group("or a transformer, by its measures")
-    numbers.add_argument("--layers", type=int, help="its blocks")
-    numbers.add_argument("--width", type=int, help="features of a token")
-    numbers.add_argument("--sequence", type=int, help="tokens of a sample")
-    numbers.add_argument("--vocabulary", type=int, default=0, help="of embeddings and head (default: there are none)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration file of `fit`, with the model")
+    numbers = parser.add_argument_group("or the dimensions of a transformer")
+    numbers.add_argument("--layers", type=int, help="number of blocks")
+    numbers.add_argument("--width", type=int, help="features per token")
+    numbers.add_argument("--sequence", type=int, help="tokens per sample")
+    numbers.add_argument("--vocabulary", type=int, default=0, help="size of embeddings and head (default: none)")
     numbers.add_argument(
         "--ends",
         choices=("stages", "trainer"),
         default="stages",
-        help="where these are: in the first and last stage, with the loss, or around all (default: %(default)s)",
+        help="where embeddings, head and loss are: in the first and last stage, or on the trainer (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--target-batch-size",
         type=int,
-        help="samples of a step (default: the smallest number that is nearly as fast as any)",
+        help="samples per step (default: the smallest number that is nearly as fast as any)",
     )
     parser.add_argument(
         "--largest-batch-size",
         type=int,
         default=LARGEST_BATCH,
-        help="largest samples of a step to compare (default: %(default)s)",
+        help="largest number of samples per step to compare (default: %(default)s)",
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
@@ -303,22 +304,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
-    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
+    group = parser.add_argument_group("how tensors travel, instead of the settings of MACHINES.yaml, FILE or the swarm")
+    group.add_argument("--compression", metavar="CODEC", help=f"one for all: {', '.join(get_args(CodecName))}")
     for name in COMPRESSION_NAMES:
-        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
-    group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
+        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"only `{name}`, as in `Compression`")
+    group.add_argument("--boundary-ratio", type=int, metavar="K", help="put `Bottleneck(ratio=K)` between stages")
 
 
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
-    live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
-    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
+    live = parser.add_argument_group("or a live swarm, instead of machines and model")
+    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="address of any of its peers")
     add_visitor_arguments(live)
     for option, default, unit, meaning in (
         ("--over", 10.0, "SECONDS", "time over which its rates are measured"),
         ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
-        ("--bus-gb-per-s", 12.0, "GB", "between a GPU and its host, for training alone with offloading"),
-        ("--timeout", 10.0, "SECONDS", "for each peer"),
+        ("--bus-gb-per-s", 12.0, "GB", "bandwidth between a GPU and its host, for training alone with offloading"),
+        ("--timeout", 10.0, "SECONDS", "timeout for each peer"),
     ):
         live.add_argument(option, type=float, default=default, metavar=unit, help=f"{meaning} (default: %(default)g)")
 

@@ -23,7 +23,7 @@ class OpenExchanges(dict[asyncio.Timeout, PeerId]):
 
 
 class OpenAnswers:
-    """The tasks that answer other peers' requests, one task each. It runs for every request, so it must be cheap."""
+    """The tasks that answer other peers' requests, one task each. Every request registers here, so this is cheap."""
 
     def __init__(self) -> None:
         self.gate: Gatekeeper | None = None  # the current gate; a request may outlive the gate that admitted it

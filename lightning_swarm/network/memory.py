@@ -24,7 +24,7 @@ class WireTap(Tap, Protocol):
     """A tap that can also damage messages on the wire."""
 
     @property
-    def is_on_wires(self) -> bool:
+    def may_damage(self) -> bool:
         """Return whether the tap may still damage messages. If not, `damages` is not called."""
         ...
 
@@ -66,7 +66,7 @@ class MemoryNetwork:
     @property
     def wire_tap(self) -> WireTap | None:
         """The tap, while it may damage something."""
-        return self.tap if self.tap is not None and self.tap.is_on_wires else None
+        return self.tap if self.tap is not None and self.tap.may_damage else None
 
     def transport(self, name: str | None = None) -> MemoryTransport:
         """Add a peer with the id `name`. A peer that was killed or closed may return under its name."""

@@ -58,7 +58,7 @@ class Saboteur:
         self._duplicates: set[asyncio.Task[Message]] = set()  # deliveries of repeated requests
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder) -> Responder:
-        """See `Tap`."""
+        """Return a function that answers `peer`'s requests, with faults, in place of `respond`."""
 
         async def tapped(message: Message) -> Message:
             def point(side: Side, answer: bytes | None = None) -> MessagePoint:
@@ -74,23 +74,23 @@ class Saboteur:
         return tapped
 
     async def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes) -> None:
-        """See `Tap`."""
+        """Apply the faults planned for an answer that has arrived at `caller`."""
         message = self._read(caller, peer, method, request, side="arrived", answer=answer)
         if message.phases:
-            await self._strike(message, has_come=True)
+            await self._strike(message, has_arrived=True)
 
     @property
-    def is_on_wires(self) -> bool:
-        """See `WireTap`."""
+    def may_damage(self) -> bool:
+        """Return whether a fault may still damage a message's bytes."""
         return any(fault.kind in _BYTE_FAULTS and not fault.is_over for fault in self._plan.faults)
 
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, answer: bytes | None, is_answer: bool
     ) -> bool:
-        """See `WireTap`."""
+        """Return whether this message arrives with one bit flipped."""
         side: Side = "answer" if is_answer else "request"
         message = self._read(caller, peer, method, request, side=side, answer=answer)
-        return bool(self._announced(self._plan.strike(message, _BYTE_FAULTS), message))
+        return bool(self._reported(self._plan.strike(message, _BYTE_FAULTS), message))
 
     def _read(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
@@ -98,21 +98,21 @@ class Saboteur:
         caller, peer = self._names.get(caller, caller), self._names.get(peer, peer)
         return read_message(caller, peer, method, request, side=side, answer=answer)
 
-    async def _strike(self, message: MessagePoint, *, has_come: bool = False) -> list[Fault]:
+    async def _strike(self, message: MessagePoint, *, has_arrived: bool = False) -> list[Fault]:
         """Apply the faults planned for a message, and return its `duplicate` faults.
 
-        With `has_come` the answer has arrived at the caller, and counts even if the answering peer is killed now.
+        With `has_arrived` the answer is at the caller already, so it counts even if the answering peer is killed now.
         """
-        if hits := self._announced(self._plan.strike(message, _PEER_FAULTS), message):
+        if hits := self._reported(self._plan.strike(message, _PEER_FAULTS), message):
             for fault in hits:
                 self._victims.hit(fault, fault.peer or message.peer)
             await asyncio.sleep(0)  # let the cancelled tasks of a killed peer end
-            if not self._victims.is_live(here := message.caller if has_come else message.peer):
+            if not self._victims.is_live(here := message.caller if has_arrived else message.peer):
                 raise Unreachable(f"{here} was killed")
         if message.caller == message.peer:
             return []  # not sent over a wire
         duplicates = []
-        for fault in self._announced(self._plan.strike(message, _MESSAGE_FAULTS), message):
+        for fault in self._reported(self._plan.strike(message, _MESSAGE_FAULTS), message):
             if fault.kind == "delay":
                 await asyncio.sleep(fault.for_s)
             elif fault.kind == "drop":
@@ -135,10 +135,10 @@ class Saboteur:
     def _forget(self, task: asyncio.Task[Message]) -> None:
         self._duplicates.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.info("A request that came once more was refused: %s", error)
+            _log.info("A repeated request was refused: %s", error)
 
-    def _announced(self, faults: Sequence[Fault], message: MessagePoint) -> Sequence[Fault]:
-        """Log and report faults that are about to strike a message, and return them."""
+    def _reported(self, faults: Sequence[Fault], message: MessagePoint) -> Sequence[Fault]:
+        """Log and report faults that are about to strike, and return them."""
         for fault in faults:
             _log.info("%s: %s", fault, message)
             self._struck(fault, message)

@@ -297,9 +297,9 @@ class _Watchman(Saboteur):
         self._look = look
 
     @override
-    async def _strike(self, passing: MessagePoint, *, has_come: bool = False) -> list[Fault]:
+    async def _strike(self, passing: MessagePoint, *, has_arrived: bool = False) -> list[Fault]:
         self._look(passing)
-        return await super()._strike(passing, has_come=has_come)
+        return await super()._strike(passing, has_arrived=has_arrived)
 
 
 class FaultySwarm(Swarm):

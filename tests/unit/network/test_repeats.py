@@ -35,7 +35,7 @@ class Losing:
         self.num_left = num_lost
         self._answers = answers
 
-    is_on_wires = False
+    may_damage = False
 
     def damages(self, *_: object, **__: object) -> bool:
         return False
