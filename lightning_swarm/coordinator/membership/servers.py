@@ -122,8 +122,8 @@ class Joiners:
 
     def refuse_all(self) -> None:
         """Make all join again after a rollback, because their downloads are of the old generation."""
-        for one in self.waiting.values():
-            one.refusal = _WENT_BACK
+        for joiner in self.waiting.values():
+            joiner.refusal = _WENT_BACK
 
 
 class ServerMembership:
@@ -163,12 +163,12 @@ class ServerMembership:
 
     def has_ready_joiner(self) -> bool:
         """Return whether a server has caught up, and may join with the next record."""
-        return any(one.may_enter for one in self._waiting.values())
+        return any(joiner.may_enter for joiner in self._waiting.values())
 
     @property
     def targets(self) -> dict[PeerId, int]:
         """The stage of each joining peer."""
-        return {peer: one.candidate.stage_index for peer, one in self._waiting.items()}
+        return {peer: joiner.candidate.stage_index for peer, joiner in self._waiting.items()}
 
     @property
     def waiting(self) -> list[PeerId]:
@@ -210,7 +210,7 @@ class ServerMembership:
         manifest = self._run.manifest
         check_protocol_version(request.protocol_version)
         self._run.electorate.check_not_convicted(caller)
-        if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
+        if not request.addresses or any(address.rpartition("/p2p/")[2] != caller for address in request.addresses):
             raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
         if manifest.selection is None:
             raise ConfigError(
@@ -240,7 +240,7 @@ class ServerMembership:
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
         """Choose a joiner's stage: the stage that it wants or that needs it most; by lot for strangers."""
         num_stages = self._run.num_pipeline_stages
-        others = [one for peer, one in self._waiting.items() if peer != caller]
+        others = [joiner for peer, joiner in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
         if self._run.manifest.is_whole:
@@ -251,7 +251,7 @@ class ServerMembership:
         if wanted is not None and (not by_lot or self._lots.may_choose(caller, wanted)):
             return wanted
         rosters = self._run.rosters[:num_stages]
-        staying = [[one.peer_id for one in roster if one.peer_id not in self._leaving] for roster in rosters]
+        staying = [[member.peer_id for member in roster if member.peer_id not in self._leaving] for roster in rosters]
         if by_lot:
             joining = Counter(stage for peer, stage in self.targets.items() if peer != caller)
             num_servers = [len(roster) + joining[index] for index, roster in enumerate(staying)]
@@ -273,29 +273,29 @@ class ServerMembership:
         return chosen
 
     def _check_kind(self, peer: PeerId, arithmetic: str, stage_index: int) -> None:
-        roster = [one.peer_id for one in self._run.rosters[stage_index]]
-        known = {one: self._arithmetic[one] for one in roster if one in self._arithmetic}
+        roster = [member.peer_id for member in self._run.rosters[stage_index]]
+        known = {member: self._arithmetic[member] for member in roster if member in self._arithmetic}
         check_one_kind(self._run.manifest, stage_index, {**known, peer: arithmetic})
 
     def kinds(self, *, absent: Collection[PeerId] = (), without: PeerId | None = None) -> list[set[str]]:
         """Return the known kinds of machines that hold each stage, or are joining it."""
         present, known = self._run.present(absent), self._arithmetic
-        there = [{known[one.peer_id] for one in roster if one.peer_id in known} for roster in present]
-        for peer, one in self._waiting.items():
+        kinds = [{known[member.peer_id] for member in roster if member.peer_id in known} for roster in present]
+        for peer, joiner in self._waiting.items():
             if peer != without:
-                there[one.candidate.stage_index].add(one.arithmetic)
-        return there
+                kinds[joiner.candidate.stage_index].add(joiner.arithmetic)
+        return kinds
 
     def _forget_the_silent(self, caller: PeerId) -> None:
         """Drop joiners that were silent for too long; if slots are short, also joiners that did not catch up."""
         at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
-        for peer, one in list(self._waiting.items()):
+        for peer, joiner in list(self._waiting.items()):
             # A download may take long, but asking to join again and again costs nothing, and must not hold a slot.
-            if is_full and not one.caught_up and one.since_s < at_s - _FIRST_READY_S:
+            if is_full and not joiner.caught_up and joiner.since_s < at_s - _FIRST_READY_S:
                 self._misses.add(peer, now_s=at_s, least_s=_STALLED_S)
                 del self._waiting[peer]
-            elif one.last_heard_s < at_s - self._limits.join_timeout:
+            elif joiner.last_heard_s < at_s - self._limits.join_timeout:
                 del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:
@@ -395,15 +395,15 @@ class ServerMembership:
         rosters = self._run.present(closing.absent)
         listening = []
         num_asked = Counter[int]()
-        for one in self._waiting.values():
-            index = one.candidate.stage_index
+        for joiner in self._waiting.values():
+            index = joiner.candidate.stage_index
             # All members send their parts to each joiner, so only some join in one round. A joiner also waits for a
             # later round if it became ready too late for this one to have a hash of its stage.
             most = max(_MIN_ENTERING, len(rosters[index]))
-            if one.may_enter and closed.challenge and version_hashes[index] is not None and num_asked[index] < most:
+            if joiner.may_enter and closed.challenge and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
-                one.asked = round_
-                listening.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
+                joiner.asked = round_
+                listening.append(self._spawn(self._listen(joiner, round_, timeout=self._limits.call_timeout)))
         return listening
 
     async def _listen(self, waiting: _WaitingServer, round_: _Round, *, timeout: float) -> None:
@@ -446,31 +446,34 @@ class ServerMembership:
             return
         _, late = await asyncio.wait(listening, timeout=max(_GRACE_S, averaging_s))
         await cancel_and_wait(late)
-        for one in self._waiting.values():
-            asked = one.asked is not None and one.asked.request.closing is closing
-            if asked and one.ready and one.holds is not one.asked and one.refusal is None:
-                self._miss(one, "it did not hold the round's result in time")
-            elif asked and one.holds is one.asked and parts and [*one.parts] != [*parts[one.candidate.stage_index]]:
+        for joiner in self._waiting.values():
+            asked = joiner.asked is not None and joiner.asked.request.closing is closing
+            holds = asked and joiner.holds is joiner.asked
+            if asked and not holds and joiner.ready and joiner.refusal is None:
+                self._miss(joiner, "it did not hold the round's result in time")
+            elif holds and parts and [*joiner.parts] != [*parts[joiner.candidate.stage_index]]:
                 # The server that reduced a part may have sent other values to the joiner than to the members.
-                one.holds = None
-                self._miss(one, "it holds another mean than the members of its stage")
+                joiner.holds = None
+                self._miss(joiner, "it holds another mean than the members of its stage")
 
     async def newcomers(self, closing: Closing) -> list[Candidate]:
         """Return the joiners that still hold the round's mean gradient, and so enter with its record."""
         # The record may have waited long for the lead, so joiners are asked again. A joiner that has sent a new `JOIN`
         # meanwhile is new here, and holds nothing.
-        holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
-        self._entering = {one.candidate.member.peer_id for one in holding}  # they may not join anew from now on
+        holding = [
+            joiner for joiner in self._waiting.values() if joiner.holds and joiner.holds.request.closing is closing
+        ]
+        self._entering = {joiner.candidate.member.peer_id for joiner in holding}  # they may not join anew from now on
 
         async def hold(waiting: _WaitingServer) -> None:
             round_, waiting.holds = waiting.holds, None
             assert round_ is not None
             await self._listen(waiting, round_, timeout=_GRACE_S)
 
-        await gather(hold(one) for one in holding)
-        there = [one.candidate for one in holding if one.holds is not None]
-        self._entering = {candidate.member.peer_id for candidate in there}
-        return sorted(there, key=lambda candidate: candidate.member.peer_id)
+        await gather(map(hold, holding))
+        candidates = [joiner.candidate for joiner in holding if joiner.holds is not None]
+        self._entering = {candidate.member.peer_id for candidate in candidates}
+        return sorted(candidates, key=lambda candidate: candidate.member.peer_id)
 
     def _miss(self, waiting: _WaitingServer, reason: str) -> None:
         """Count a round that a joiner missed; after too many, refuse the joiner."""
