@@ -47,9 +47,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]ADDRESS",
         help="any server of a model, as HOST:PORT/ID (repeatable, for several models)",
     )
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="IP", help="where to listen (default: this machine only)"
-    )
+    parser.add_argument("--host", default="127.0.0.1", metavar="IP", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)d)")
     parser.add_argument(
         "--allow-host",

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--for", dest="stay", default="90d", metavar="TIME", help="the time for which each may then stay (default: 90d)"
     )
-    parser.add_argument("--peer", metavar="ID", help="for this one peer, whose id is 12D3...")
+    parser.add_argument("--peer", metavar="ID", help="admit only the peer with this id, 12D3...")
     add_owner_arguments(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="a new file for it (default: standard output)")
 

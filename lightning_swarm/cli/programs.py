@@ -230,15 +230,15 @@ def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> N
     parser.add_argument(
         "--listen",
         metavar="IP[:PORT]",
-        help="where this peer listens; 0.0.0.0 for all networks (default: the program's)",
+        help="address to listen on; 0.0.0.0 for all networks (default: the program's)",
     )
     parser.add_argument(
         "--announce",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="where others reach this peer, behind a router (repeatable; default: where it listens; "
-        "the program's is for the machine that started the run)",
+        help="address at which others reach this peer, behind a router (repeatable; default: the address that it "
+        "listens on; the program's is for the machine that started the run)",
     )
     add_identity(parser)
     parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP} (default: the program's)")
@@ -270,7 +270,7 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(own)
     environment = _environment(name, chosen)
     if not program:
-        parser.error("say what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
+        parser.error("add what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
     with invitation_file(chosen.invite) as invitation:
         os.environ.update(environment if invitation is None else {**environment, INVITE: invitation})
         with collecting_rarely():  # the launcher ends this when `fit` begins

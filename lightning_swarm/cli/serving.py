@@ -214,7 +214,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         default="auto",
         metavar="BYTES",
-        help="for weights and texts, like 4GB; auto: what is free on the device, less a fifth (default: %(default)s)",
+        help="memory for weights and texts, as 4GB; auto: four fifths of the device's free memory (default: "
+        "%(default)s)",
     )
     parser.add_argument("--texts", metavar="BYTES", help="part of --memory for texts, like 1GB (default: a quarter)")
     parser.add_argument(
@@ -250,14 +251,14 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument(
-        "--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="where to listen (default: this machine only)"
+        "--listen", default=DEFAULT_LISTEN, metavar="IP[:PORT]", help="address to listen on (default: loopback)"
     )
     parser.add_argument(
         "--announce",
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="where others reach this server (repeatable)",
+        help="address at which others reach this server (repeatable)",
     )
     add_identity(parser)
     parser.add_argument(
@@ -280,12 +281,12 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)d)")
     parser.add_argument("--sample", action="store_true", help="draw tokens (default: the likeliest)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="with --sample (default: 1)")
-    parser.add_argument("--seed", type=int, metavar="N", help="with --sample (default: another text each time)")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for --sample (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="for --sample (default: another text each time)")
     parser.add_argument(
         "--version",
         choices=("pin", "follow"),
-        help="for a run that trains: the whole text by one step's weights, or each piece by the newest weights",
+        help="in a training run: write the whole text with one step's weights, or each piece with the newest",
     )
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, if it is on this machine")
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")

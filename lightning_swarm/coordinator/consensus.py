@@ -390,7 +390,7 @@ class Proposer:
                 raise ProtocolError(f"{ballot.slot} was asked for, got a record for {slot_of(record)}")
             self._check_record(record)
         except ProtocolError as error:
-            _log.warning("Voter %s says that it accepted what it must refuse: %s", voter.peer_id, error)
+            _log.warning("Voter %s reports that it accepted a record that it must refuse: %s", voter.peer_id, error)
             return replaced(promise, accepted=None)
         return promise
 

@@ -34,7 +34,7 @@ async def gather_step_state(
     trainers = list(run.trainers)  # a silent trainer may register its batches later, until the step is frozen
     reports = await ask_each(transport, trainers, REPORT, request, timeout=timeout)
     if silent := [trainer for trainer in trainers if trainer not in reports]:
-        _log.warning("These trainers do not say what they have under way: %s", ", ".join(silent))
+        _log.warning("These trainers did not report their batches: %s", ", ".join(silent))
     metrics = await fetch_metrics(transport, reports, timeout=timeout, max_bytes=max_metric_bytes)
     state = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
     state.change = change

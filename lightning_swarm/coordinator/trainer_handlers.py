@@ -86,7 +86,7 @@ class TrainerHandlers:
         """Have the servers begin the open step with the lead's change, before any place is granted."""
         manifest = self._run.manifest
         if caller != manifest.lead:
-            raise ProtocolError(f"the lead {manifest.lead} says what a step begins with, not {caller}")
+            raise ProtocolError(f"only the lead {manifest.lead} may change how a step begins, not {caller}")
         self._run.check_generation(request.generation)
         check_change(request.change, manifest.stages)
         self._allow_change(request.change, manifest.stages)
@@ -106,7 +106,7 @@ class TrainerHandlers:
 
     async def _handle_plan(self, caller: PeerId, request: PlanRequest) -> None:
         if caller != self._run.manifest.lead:
-            raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
+            raise ProtocolError(f"only the lead {self._run.manifest.lead} plans the order of batches, not {caller}")
         self._note_alive(caller)
         self._run.check_generation(request.generation)
         self._step_state.plan(request.plan, request.position)

@@ -117,9 +117,9 @@ class OptimizerTemplate:
             alone.check_kept(kind)
             if not apart:
                 raise ConfigError(
-                    "an optimizer must step each parameter by its own gradient, for stages have only their own "
-                    f"parameters: {kind} also looks at others, for a norm of all gradients, say. Clip by the Trainer's "
-                    "`gradient_clip_val`, take another optimizer, or have all parameters in one stage (`num_stages=1`, "
+                    "an optimizer must step each parameter by its own gradient, because stages have only their own "
+                    f"parameters: {kind} also reads others, perhaps for a norm of all gradients. Clip by the Trainer's "
+                    "`gradient_clip_val`, use another optimizer, or keep all parameters in one stage (`num_stages=1`, "
                     "the whole model in `pipeline`)."
                 )
             written.update(alone.written)
@@ -214,14 +214,14 @@ class _Tried:
         """Refuse an optimizer whose state cannot be sent from peer to peer."""
         if self.draws:
             raise ConfigError(
-                "an optimizer's steps must draw no random numbers, for each server of a stage would draw others: "
-                f"{kind} draws some. Take another optimizer, or an argument of it with which it draws none."
+                "an optimizer's steps must draw no random numbers, because servers of a stage would draw different "
+                f"ones: {kind} draws some. Use another optimizer, or arguments with which it draws none."
             )
         for key, value in self.written.items():
             if not isinstance(value, (int, float)):
                 raise ConfigError(
-                    "an optimizer may write numbers into its parameter groups, for these go with its state from peer "
-                    f"to peer: {kind} writes `{key}`, a {type(value).__name__}. Keep it in `self.state[parameter]`."
+                    "an optimizer may write only numbers into its parameter groups, because these travel with its "
+                    f"state: {kind} writes `{key}`, a {type(value).__name__}. Keep it in `self.state[parameter]`."
                 )
         elsewhere = [f"`self.{name}`" for name in self.changed]
         elsewhere += [f"`self.state[{key!r}]`" for key in self.state if not isinstance(key, Tensor)]

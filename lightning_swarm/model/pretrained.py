@@ -99,7 +99,7 @@ class PretrainedModel:
         except Exception as error:  # transformers may raise any error
             raise ConfigError(
                 f"a served model must be one that transformers {transformers.__version__} builds from its config.json "
-                f"for generating text, and it says: {error}. Use another version, or another model."
+                f"for generating text, but that failed: {error}. Use another version, or another model."
             ) from error
         self._keep_in_float32(dtype_of(dtype))
         root = blocks or _find_list(self.module, self.config)
@@ -234,8 +234,8 @@ def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
     is_encoded = not value.is_floating_point() or value.element_size() < 2
     if is_encoded if like.is_floating_point() else value.dtype != like.dtype:
         raise ConfigError(
-            f"a served model's weights must be as its config.json describes them, {like.dtype} for {name!r}, and the "
-            f"file has {value.dtype}. Save the model without quantization, and serve it by `--quantize nf4`, say."
+            f"a served model's weights must be as its config.json describes them, {like.dtype} for {name!r}, but the "
+            f"file has {value.dtype}. Save the model without quantization, and serve it with `--quantize`."
         )
     return value.to(like.dtype)
 
@@ -287,7 +287,7 @@ def device_of(name: str | torch.device) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"a model's device must be one that torch {torch.__version__} can use here, where it sees "
-            f"{torch.cuda.device_count()} GPUs, got {str(name)!r}: {str(error).splitlines()[0]}. Name 'cpu', say."
+            f"{torch.cuda.device_count()} GPUs, got {str(name)!r}: {str(error).splitlines()[0]}. Use another, as 'cpu'."
         ) from error
     return device
 
@@ -300,8 +300,8 @@ def _find_list(module: nn.Module, config: Any) -> str:
     ]
     if not lists:
         raise ConfigError(
-            f"a model is cut between the blocks of a list, and {type(module).__name__} has no list of {number} blocks, "
-            "as its config says. Name it by `--blocks`."
+            f"a model is cut between the blocks of a list, but {type(module).__name__} has no list of {number} blocks, "
+            "the number in its config. Name the list with `--blocks`."
         )
     return min(lists, key=lambda name: name.count("."))
 
@@ -383,8 +383,8 @@ class PretrainedFolder:
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             if found := sorted(self.path.glob("*.gguf")):
                 raise ConfigError(
-                    f"a served model's weights must be in safetensors, and {str(self.path)!r} has GGUF, as in "
-                    f"{found[0].name}. Name the folder of the model from which it was made, with `--quantize nf4`, say."
+                    f"a served model's weights must be in safetensors, but {str(self.path)!r} has GGUF, as in "
+                    f"{found[0].name}. Name the folder of the model from which it was made, and use `--quantize`."
                 ) from error
             raise ConfigError(
                 f"a served model's folder must have {_WEIGHTS}, or several such files and {_INDEX}, and "

@@ -246,7 +246,7 @@ def _kind_of(given: Any) -> str:
     found = f"bitsandbytes with {given}" if method == _PACKAGE else repr(method)
     raise ConfigError(
         "a served model's weights must be plain, or quantised by bitsandbytes to NF4, FP4 or int8, got "
-        f"{found[:300]} in config.json. Name the folder of the plain model, with `--quantize nf4`, say."
+        f"{found[:300]} in config.json. Name the folder of the plain model, and use `--quantize`."
     )
 
 
@@ -254,8 +254,8 @@ def _dtype(name: str, value: object, *others: torch.dtype) -> torch.dtype:
     found: Any = getattr(torch, str(value).removeprefix("torch."), None)
     if found not in (*_DTYPES, *others):
         raise ConfigError(
-            f"a quantised model computes in float32, bfloat16 or float16, got {value!r} as `{name}`. Serve it by "
-            "`--dtype bfloat16`, say."
+            f"a quantised model computes in float32, bfloat16 or float16, got {value!r} as `{name}`. Set `--dtype`, "
+            "for example to bfloat16."
         )
     dtype: torch.dtype = found
     return dtype

@@ -141,7 +141,7 @@ class Obstacle(Enum):
     ROUTE = ("there is no way to it", "Check the address, and this machine's network.")
     PROTOCOL = ("what listens there is no peer", "Check the port: another program has it.")
     IDENTITY = (
-        "another peer than the address says listens there",
+        "another peer listens at that address",
         "Copy the address again: a peer that was started anew has another id, unless it has an `identity_path`.",
     )
     STRANGER = (

@@ -54,7 +54,7 @@ class Membership:
         self._dead |= {peer for peer in went if peer in record.closing.absent} - movers
         reasons = dict.fromkeys(self._dead & went.keys(), _DIED)
         reasons |= {
-            one.member.peer_id: f"was left out, for its weights differ ({shorten(one.reason)})"
+            one.member.peer_id: f"was left out, because its weights differ ({shorten(one.reason)})"
             for one in record.left
             if one.reason
         }

@@ -353,7 +353,7 @@ def _parse_control(fixed: FixedHeader, data: bytes) -> Head:
     specs = tuple(map(parse_spec, control.tensors))
     payload_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
     if payload_bytes != fixed.payload_bytes:
-        raise ProtocolError(f"The tensors take {payload_bytes} bytes, the header says {fixed.payload_bytes}.")
+        raise ProtocolError(f"The tensors take {payload_bytes} bytes, but {fixed.payload_bytes} by the header.")
     return Head(fixed.kind, fixed.exchange_id, control.method, control.body, specs, payload_bytes)
 
 

@@ -188,7 +188,7 @@ def _rsa_id(encoded: bytes) -> PeerId:
         raise ValueError("its end is missing, or there is more behind it")
     key = load_der_private_key(der, None)
     if not isinstance(key, RSAPrivateKey):
-        raise ValueError("it is not the kind of key that it says")
+        raise ValueError("it is not the kind of key that it claims to be")
     public = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     digest = hashlib.sha256(_RSA_KEY + _varint(len(public)) + public).digest()
     return PeerId(_to_base58(_SHA256_ID + digest))

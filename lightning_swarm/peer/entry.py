@@ -149,7 +149,7 @@ def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, no
     if kept is None:
         refuse(source, why, remedy)
     _log.warning(
-        "This peer comes by its certificate in %s, for the invitation in %s will not do: %s.", kept_at, source, why
+        "This peer uses its certificate in %s, because the invitation in %s is unusable: %s.", kept_at, source, why
     )
     return kept
 

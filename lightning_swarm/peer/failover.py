@@ -96,7 +96,7 @@ class StandbyLeads:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "Nobody could take this run over if this process died, for its loop's state stays here: %s", reason
+                "No peer could take over this run if this process died, because its loop's state stays here: %s", reason
             )
 
 
@@ -155,7 +155,7 @@ async def resumable_versions(
         try:
             return set((await LOOP.ask(transport, trainer, request, timeout=timeout)).versions)
         except PeerError as error:
-            _log.info("Trainer %s does not say where it could go on: %s", trainer, error)
+            _log.info("Trainer %s does not report where it could resume: %s", trainer, error)
             return None
 
     answers = [possible for possible in await gather(map(ask, trainers)) if possible is not None]

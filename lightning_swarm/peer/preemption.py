@@ -258,7 +258,7 @@ async def watch(
     known = clouds() if known is None else known
     cloud = await _here(list(known.values())) if name == "auto" else known[name]
     if cloud is None:
-        _log.info("No cloud's metadata service answers here: nobody will say that this machine is to go.")
+        _log.info("No cloud's metadata service answers here, so no notice will precede a preemption.")
         return
     _log.info("Asking %s every %g s whether this machine is to go.", cloud.name, every_s)
     answered = True

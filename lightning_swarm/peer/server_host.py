@@ -155,8 +155,8 @@ class ServerHost:
         while not self.is_member(version):
             if self._serving is not None and self._serving.done():
                 raise Unreachable(
-                    "in a run that is not cut each trainer's server holds the model, and this one was not "
-                    "admitted. The log above says why. Start this peer again."
+                    "in a run of an uncut model each trainer's server must hold the model, but this server was not "
+                    "admitted, for the reason in the log above. Start this peer again."
                 )
             await asyncio.sleep(_LOOK_S)
 

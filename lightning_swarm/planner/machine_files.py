@@ -168,7 +168,7 @@ def _rate(
     given = [key for key in _RATES if key in entry]
     if len(given) != 1:
         raise ConfigError(
-            f"{where} must say how fast it is by one of `tflops` and `samples_per_s`, got "
+            f"{where} must have one of `tflops` and `samples_per_s`, got "
             f"{' and '.join(given) or 'none'}. Give the TFLOP/s that it computes, a third of its data sheet's, or "
             "samples/s of the whole model."
         )

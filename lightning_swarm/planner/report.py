@@ -124,20 +124,18 @@ def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
     parts += table_lines(rows, indent="  ")
     if predicted is not None and measured > 0.0:
         parts.append(
-            f"  of these settings the planner says {predicted:.3g} samples/s, {predicted / measured:.2f} times what is "
-            "measured: so far off it may be with the others, too"
+            f"  for these settings the planner predicts {predicted:.3g} samples/s, {predicted / measured:.2f} times "
+            "the measured rate; its error for other settings may be as large"
         )
     if plan.samples_per_s is not None and measured > 0.0:
         parts.append(f"  the plan is {plan.samples_per_s / measured:.2f} times as fast")
     remarks = []
     if now.unmeasured:
-        remarks.append(
-            f"Not in the plan, for too little is measured of what they compute: {', '.join(now.unmeasured)}."
-        )
+        remarks.append(f"Not in the plan, because too few measurements exist: {', '.join(now.unmeasured)}.")
     if now.assumed_lines:
         remarks.append(
-            f"Nothing long enough to tell has gone over the links of {', '.join(now.assumed_lines)}; they are taken "
-            f"for {line_bytes_per_s * 8 / 1e6:.4g} Mb/s. If that is wrong, say so with --line-mbit."
+            f"No transfer was long enough to measure the links of {', '.join(now.assumed_lines)}; "
+            f"{line_bytes_per_s * 8 / 1e6:.4g} Mb/s is assumed. Set another rate with --line-mbit."
         )
     return _wrapped("\n".join([*parts, *(["", *remarks] if remarks else [])]))
 
@@ -235,7 +233,7 @@ def _why_uncut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) -> str
 def _not_used(plan: Prediction | Uncut, what: str) -> list[str]:
     lines = []
     if plan.left_out:
-        lines.append(f"  left out, for they cannot hold {what}: {_counted(plan.left_out)}")
+        lines.append(f"  left out, because they cannot hold {what}: {_counted(plan.left_out)}")
     if plan.spared:
         lines.append(f"  not needed, it is faster without: {_counted(plan.spared)}")
     return lines

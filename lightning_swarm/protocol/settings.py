@@ -222,8 +222,8 @@ class RunSettings(WithCompression, frozen=True):
             )
         if self.rebalancing == "paper":
             raise ConfigError(
-                "with `trust='audited'` a server moves only where the measured gain says so, because the paper's "
-                "rule relies on servers' own reports: got rebalancing 'paper'. Write `rebalancing='gain'` or 'none'."
+                "with `trust='audited'` servers must move by measured gains, because the paper's rule relies on their "
+                "own reports: got rebalancing 'paper'. Write `rebalancing='gain'` or 'none'."
             )
 
     def _check_robust(self) -> None:

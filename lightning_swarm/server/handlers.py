@@ -372,16 +372,16 @@ def checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a call must bring a pair of inputs and extras")
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
-        raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
+        raise ProtocolError("a call must have either a tuple of inputs or the source of its input")
     return tree
 
 
 def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple[serialization.Tree, _Inputs | None]:
     tree = serialization.unflatten(request.structure, tensors)
     if not isinstance(tree, tuple) or len(tree) != 2 or isinstance(tree[0], list) != (request.source is None):
-        raise ProtocolError("a backward must bring the output's gradients, or say where they are, and not both")
+        raise ProtocolError("a backward must have either the output's gradients or their source")
     if tree[1] is None and request.inputs is not None:
-        raise ProtocolError("a backward that says where its input is must bring the extras")
+        raise ProtocolError("a backward with the source of its input must have the extras")
     return tree[0], None if tree[1] is None else checked_inputs(tree[1], request.inputs)
 
 

@@ -16,7 +16,7 @@ class _NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of a text, as OpenAI has it."""
+    """The format of a text, a field of OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _NamedSchema | None = None
@@ -27,7 +27,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The grammar of a text, as vLLM has it."""
+    """The grammar of a text, a field of vLLM's API."""
 
     json: str | dict[str, Any] | bool | None = None  # a schema
     regex: str | None = None

@@ -72,7 +72,7 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
     [ahead_s] = re.findall(rf"clock: {skewed_peer.host_port} is (\S+) s ahead of this machine, at most 3 s", clock)
     assert float(ahead_s) == pytest.approx(AHEAD_S, abs=MOST_SKEW_S)
     assert "-> Set the clock that is wrong" in wrong[clock]
-    assert f"peer {skewed_peer.host_port}: another peer than the address says listens there" in other
+    assert f"peer {skewed_peer.host_port}: another peer listens at that address" in other
     assert f"it answers as {skewed_peer.peer_id}" in other
     assert lines[-1] == "4 to mend."
 

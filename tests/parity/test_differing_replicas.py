@@ -108,7 +108,7 @@ def test_of_two_the_older_one_stays(number: int, spoil: Spoil, caplog: pytest.Lo
     events = [event for event in run.strategy.peers[0].events.newest if event.kind == "gone"]
     assert [event.peer for event in events] == [f"peer-{number}"]
     (line,) = [one.getMessage() for one in caplog.records if one.name == "lightning_swarm.membership"]
-    assert f"peer-{number} was left out, for its weights differ" in line
+    assert f"peer-{number} was left out, because its weights differ" in line
     assert name in line
 
 

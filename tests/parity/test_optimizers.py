@@ -141,7 +141,7 @@ UNCUT: dict[str, Any] = {
     "target_batch_size": 4,
 }
 REASONS = {
-    "looks at others": "also looks at others",
+    "looks at others": "also reads others",
     "state of its own form": "an optimizer's state must be|may write numbers into its parameter groups",
     "keeps numbers elsewhere": "must be in its parameters' state",
     "random numbers": "must draw no random numbers",

@@ -202,5 +202,5 @@ def _refuse(where: str, kind: str) -> NoReturn:
     raise ConfigError(
         f"what trains in the blocks of a served model must be LoRA's A and B of linear layers, got {kind}: {where}. "
         "Leave out `use_dora`, `lora_bias`, `modules_to_save` and `bias` for layers in blocks, and IA3 and other "
-        "adapters; prompt tuning, p-tuning and a head of your own work, for they are around the blocks."
+        "adapters; prompt tuning, p-tuning and a head of your own work, because they are around the blocks."
     )

@@ -38,7 +38,7 @@ _LONGEST_LOOK_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
 _EXCLUDED: Final = (
-    "the gradients of its batches were scaled otherwise than their leases say, or were in no sum when it reported them"
+    "the gradients of its batches were not scaled as in their leases, or were in no sum when it reported them"
 )
 _BANNED: Final = "the run's owner banned it"
 _CONVICTED: Final = "it was convicted of false work"

@@ -52,7 +52,7 @@ def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Decode a value of `packed`; raise `ProtocolError` for any other value."""
     if type(value) is list:
         if depth == 0 or not value or len(value) > _MAX_LENGTH + 1 or type(value[0]) is not bool:
-            raise ProtocolError("a sequence in a module's attribute must say its kind, and be short")
+            raise ProtocolError("a sequence in a module's attribute must name its kind, and be short")
         items = [unpacked(item, depth - 1) for item in value[1:]]
         return tuple(items) if value[0] else items
     if not is_plain(value):

@@ -31,7 +31,7 @@ def call_with_data_if_needed(strategy: StrategyBase, trainer: Trainer, what: str
             raise
         if strategy.has_read_data or not _has_data(trainer):
             raise _failed(what, error) from error
-        _log.info("This peer reads the data, for it cannot %s without: %r", what, error)
+        _log.info("This peer reads the data, because it cannot %s without: %r", what, error)
     try:
         _read(strategy, trainer)
         return work()

@@ -226,7 +226,7 @@ def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> 
             if f"{what} {name!r}" not in left_out:
                 left_out.add(f"{what} {name!r}")
                 _log.warning(
-                    "If another peer takes this run over, %s %r begins anew there, for it cannot travel: %s.",
+                    "If another peer takes over this run, %s %r begins anew there, because it cannot be sent: %s.",
                     what,
                     name,
                     error,

@@ -173,7 +173,7 @@ def test_a_peer_that_came_before_is_started_again_by_the_same_command(
         again = entered(same, tmp_path, now_s=later_s)
     assert again.credentials(own, now_s=later_s).certificate == issued
     (message,) = caplog.messages
-    assert message.startswith(f"This peer comes by its certificate in {key}.certificate, for the invitation in {path} ")
+    assert message.startswith(f"This peer uses its certificate in {key}.certificate, because the invitation in {path} ")
     assert message.endswith("No such file or directory." if is_gone else "it expired 1 day ago.")
 
 

@@ -246,7 +246,7 @@ def test_who_was_not_measured_is_left_out_and_named() -> None:
     assert live.now.samples_per_s == 3.0  # the second stage's: the first has two peers
     said = describe_now(make_plan(live.model, live.machines), live.now, ASSUMED.line_bytes_per_s)
     assert "no step was decided yet" in said
-    assert "too little is measured of what they compute: c, d." in said
+    assert "because too few measurements exist: c, d." in said
     assert "links of b, a" in said
     assert "100 Mb/s" in said
 
@@ -348,7 +348,7 @@ def test_the_command_says_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     ):
         assert words in said
     assert "batch_size         32 " in said
-    assert "links of BTrN-a, BTrN-b; they are taken for 50 Mb/s" in said
+    assert "links of BTrN-a, BTrN-b; 50 Mb/s is assumed" in said
     assert typed(monkeypatch, "--swarm", ADDRESS, "--json", "--target-batch-size", "16") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["best"]["setting"]["target_batch_size"] == 16

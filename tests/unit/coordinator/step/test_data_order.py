@@ -325,7 +325,7 @@ def test_a_liar_gets_an_error_and_changes_nothing(
 def test_only_the_lead_says_the_order(make_swarm: MakeSwarm) -> None:
     swarm, _ = planned(make_swarm)
     request = encode(PlanRequest(generation=0, plan=plan(1, (3, 3)), position=(0, 0)))
-    with pytest.raises(ProtocolError, match="says in which order batches come, not other"):
+    with pytest.raises(ProtocolError, match="plans the order of batches, not other"):
         swarm.run(swarm.network.find(OTHER).call(PeerId("a"), PLAN.name, request, timeout=1.0))
     assert [one.epoch for one in swarm.coordinator.generation.step_state.order.plans] == [0]
 
