@@ -515,7 +515,7 @@ def test_an_optimizer_writes_tensors_into_its_groups() -> None:
         def configure_optimizers(self) -> Any:
             return KeepsTensors(self.parameters())
 
-    assert_refused(r"may write numbers into its parameter groups.*KeepsTensors writes `mean`, a Tensor", Trains)
+    assert_refused(r"may write only numbers into its parameter groups.*KeepsTensors writes `mean`, a Tensor", Trains)
 
 
 def clear_state(trainer: L.Trainer) -> None:

@@ -142,7 +142,7 @@ UNCUT: dict[str, Any] = {
 }
 REASONS = {
     "looks at others": "also reads others",
-    "state of its own form": "an optimizer's state must be|may write numbers into its parameter groups",
+    "state of its own form": "an optimizer's state must be|may write only numbers into its parameter groups",
     "keeps numbers elsewhere": "must be in its parameters' state",
     "random numbers": "must draw no random numbers",
     "hyperparameters of other kinds": "hyperparameters of a parameter group must be",

@@ -35,7 +35,7 @@ def test_a_change_in_mid_step_is_refused(options: dict[str, Any]) -> None:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.net[0].requires_grad_(batch_idx == 0)
 
-    message = r"only where a step begins.*\['net.0.bias', 'net.0.weight'\] changed with 8 samples.*beginning of an acc"
+    message = r"only when a step begins.*\['net.0.bias', 'net.0.weight'\] changed with 8 samples.*beginning of an acc"
     with pytest.raises(ConfigError, match=message):
         run_swarm(Hasty, loader(digits()), max_steps=4, **options)
 
