@@ -46,12 +46,15 @@ class Guarded:
             from starlette.responses import JSONResponse
 
             answer = error_answer(str(problem), problem.status, problem.code)
-            await JSONResponse(answer, problem.status)(scope, receive, send)
+            # Closed, because a proxy may disagree about where a malformed request ends.
+            await JSONResponse(answer, problem.status, headers={"connection": "close"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _problem(self, scope: Any) -> RequestError | None:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if {"content-length", "transfer-encoding"} <= headers.keys():
+            return RequestError(400, "a request has a Content-Length or a Transfer-Encoding, got both")
         origin = headers.get("origin")  # sent by browsers, with the site of the page that asks
         is_own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not is_own and not {"*", origin} & {*self._access.origins}:

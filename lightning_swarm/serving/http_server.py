@@ -34,7 +34,6 @@ _HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its ti
 _SPARE_CONNECTIONS: Final = 192  # connections beside one for each text and each waiting request
 _RETRY_S: Final = "10"  # seconds after which a refused client may try again
 _ARRIVED_S: Final = "swarm.arrived_s"  # entry of an ASGI scope
-_REQUEST_S: Final = 10.0  # seconds within which a request's headers must arrive
 
 
 class TextEndpoint:
@@ -179,10 +178,12 @@ class TextEndpoint:
             asked = read(body, Completion)
             served = self._model(asked.model)
             given = [
-                await self._limits.tokenized(partial(tokens_of_prompt, served, asked, prompt), len(body))
+                await self._limits.tokenized(
+                    client_of(request), partial(tokens_of_prompt, served, asked, prompt), len(body)
+                )
                 for prompt in asked.prompts
             ]
-            grammar = await self._compiled(served, grammar_of(asked))
+            grammar = await self._compiled(request, served, grammar_of(asked))
             return await self._answer(request, asked, served, given, _TextKind(grammar=grammar), held)
 
     async def _answer_chat(self, request: Any) -> Any:
@@ -198,18 +199,18 @@ class TextEndpoint:
 
     async def _chat(self, request: Any, asked: Chat, num_bytes: int, held: ExitStack, form: Form | None = None) -> Any:
         served = self._model(asked.model)
-        given = await self._limits.tokenized(partial(tokens_of_chat, served, asked), num_bytes)
+        given = await self._limits.tokenized(client_of(request), partial(tokens_of_chat, served, asked), num_bytes)
         answer = grammar_of(asked)
         use = tool_use(served, asked, given.text, answer)
-        grammar = await self._compiled(served, answer if use is None else use.grammar)
+        grammar = await self._compiled(request, served, answer if use is None else use.grammar)
         kind = _TextKind(is_chat=True, grammar=grammar, use=use, form=form)
         return await self._answer(request, asked, served, [given], kind, held)
 
-    async def _compiled(self, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
+    async def _compiled(self, request: Any, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
         """Compile a grammar before any token of its texts is computed. Raises RequestError if none can follow it."""
         if grammar is None:
             return None
-        return await self._limits.compiled(lambda: served.grammars.compile(grammar))
+        return await self._limits.compiled(client_of(request), lambda: served.grammars.compile(grammar))
 
     async def _answer(
         self,
@@ -369,39 +370,10 @@ def run(
     require_packages()
     import uvicorn
 
+    from lightning_swarm.serving.http_connections import Connection
+
     access = Access(keys, names_of(host, allowed_hosts), allowed_origins)
     app = TextEndpoint(served, limits).app(access)
     most = limits.texts + limits.waiting + _SPARE_CONNECTIONS
-    uvicorn.run(app, host=host, port=port, http=_connections(), log_level="warning", limit_concurrency=most)
-
-
-def _connections() -> Any:
-    """Return uvicorn's protocol, which here also closes connections that send no request for `_REQUEST_S` seconds."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        _waiting: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._wait()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            if self._waiting is not None:
-                self._waiting.cancel()
-
-        def _wait(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-            self._waiting = asyncio.get_running_loop().call_later(_REQUEST_S, self._close_if_idle)
-
-        def _close_if_idle(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.abort()  # `close` would wait for a client that does not read
-
-    return Connection
+    # Without WebSockets, which no path has and whose connections would have no limit.
+    uvicorn.run(app, host=host, port=port, http=Connection, ws="none", log_level="warning", limit_concurrency=most)

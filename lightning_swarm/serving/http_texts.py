@@ -93,16 +93,17 @@ async def _metered(writer: TextWriter, meter: TextMeter) -> AsyncIterator[TextPi
 
 async def merged(texts: Sequence[AsyncIterator[TextPiece]]) -> AsyncGenerator[tuple[int, TextPiece]]:
     """Yield the pieces of several texts as they arrive, with the texts' indices."""
-    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
+    # Of one place, so that what a slow client has not read is only in the writers, which limit it.
+    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue(1)
 
     async def read_one(index: int) -> None:
         try:
             async for piece in texts[index]:
-                pieces.put_nowait((index, piece))
+                await pieces.put((index, piece))
         except Exception as error:  # noqa: BLE001 - raised below, from the queue
-            pieces.put_nowait((index, error))
+            await pieces.put((index, error))
         else:
-            pieces.put_nowait((index, None))
+            await pieces.put((index, None))
 
     readers = [asyncio.ensure_future(read_one(index)) for index in range(len(texts))]
     try:

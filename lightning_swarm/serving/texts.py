@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _CONTEXT: Final = 4  # last tokens of the prompt, decoded together with the first new tokens
 _MAX_SCORED: Final = 2048  # largest number of tokens of a prompt whose logprobs are reported
+_MAX_UNREAD: Final = 4096  # pieces of a text that wait for its client
 _UNLIMITED: Final = 1 << 24  # positions; tokenizers without a limit report a huge number
 
 
@@ -283,6 +284,10 @@ class TextWriter:
         return scores
 
     def _put(self, piece: TextPiece) -> None:
+        if self._pieces.qsize() > _MAX_UNREAD and not self.is_cancelled:
+            self.abort()
+            text = f"a client must read its text while it is written, and {_MAX_UNREAD} pieces wait for this one"
+            piece = TextPiece(error=RequestError(408, text))
         with contextlib.suppress(RuntimeError):  # the endpoint has ended
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
