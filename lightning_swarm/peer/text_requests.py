@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -19,6 +20,7 @@ MAX_WAITING: Final = 16
 class WaitingPrompt:
     """A prompt of another peer, and its text so far."""
 
+    caller: PeerId
     request: RunTextRequest
     answer: asyncio.Future[RunText]
     tokens: list[int] = field(default_factory=list)  # of the prompt and the text so far; empty: not begun
@@ -41,18 +43,25 @@ class TextRequests:
                 "this peer leads no run that continues prompts of other peers. Give its Trainer the callback "
                 "`SampleText(answers=True)`, and wait until it trains."
             )
-        if len(self._waiting) >= MAX_WAITING:
-            raise Busy(f"{MAX_WAITING} prompts wait here already. Ask again later.")
-        waiting = WaitingPrompt(request, asyncio.get_running_loop().create_future())
+        waiting = WaitingPrompt(caller, request, asyncio.get_running_loop().create_future())
         self._waiting[waiting] = None
+        if len(everyone := list(self._waiting)) > MAX_WAITING:
+            number = Counter(one.caller for one in everyone)
+            newest = max(reversed(everyone), key=lambda one: number[one.caller])  # of the caller with most
+            self.finish(newest, Busy(f"{MAX_WAITING} prompts wait here already. Ask again later."))
         try:
             return await waiting.answer
         finally:
             self._waiting.pop(waiting, None)
 
     def waiting(self, number: int) -> list[WaitingPrompt]:
-        """Return the oldest prompts, at most `number`."""
-        return list(self._waiting)[:number]
+        """Return at most `number` prompts: each caller's oldest, then each caller's second, and so on."""
+        turns = Counter[PeerId]()
+        found = []
+        for one in list(self._waiting):
+            found.append((turns[one.caller], one))
+            turns[one.caller] += 1
+        return [one for _, one in sorted(found, key=lambda it: it[0])][:number]
 
     def finish(self, waiting: WaitingPrompt, result: RunText | SwarmError) -> None:
         """Answer a prompt with its text or an error."""

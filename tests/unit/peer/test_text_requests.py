@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from typing import Any
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import Busy, SwarmError
@@ -69,4 +70,29 @@ def test_prompts_that_wait_at_the_end_are_refused() -> None:
     assert {type(one) for one in found} == {Busy}
     assert sum("wait here already" in str(one) for one in found) == 1
     assert not requests.waiting(1)
+    loop.close()
+
+
+def test_prompts_of_one_caller_leave_places_and_turns_to_others() -> None:
+    """A full queue refuses the newest prompt of the caller with most, also if another caller comes last."""
+    loop, network = VirtualLoop(), MemoryNetwork()
+    requests = TextRequests(network.transport(LEAD), lambda callback: loop.call_soon(callback) and None)
+    requests.is_open = True
+    many, few = network.transport("many"), [network.transport(f"few {number}") for number in range(3)]
+
+    async def ask() -> tuple[list[Any], list[Any]]:
+        flood = [asyncio.ensure_future(RUN_TEXT.ask(many, LEAD, REQUEST, timeout=60.0)) for _ in range(MAX_WAITING)]
+        await asyncio.sleep(1.0)
+        others = [asyncio.ensure_future(RUN_TEXT.ask(one, LEAD, REQUEST, timeout=60.0)) for one in few]
+        await asyncio.sleep(1.0)
+        assert len(requests.waiting(MAX_WAITING)) == MAX_WAITING
+        assert [one.caller for one in requests.waiting(4)] == [one.peer_id for one in (many, *few)]
+        while waiting := requests.waiting(1):
+            requests.finish(waiting[0], RunText(text="d", num_tokens=1, steps=[1]))
+        gathered = asyncio.gather
+        return await gathered(*flood, return_exceptions=True), await gathered(*others, return_exceptions=True)
+
+    flood, others = loop.run_until_complete(ask())
+    assert [type(one) for one in flood] == [RunText] * (MAX_WAITING - 3) + [Busy] * 3
+    assert [type(one) for one in others] == [RunText] * 3
     loop.close()
