@@ -22,23 +22,34 @@ def free_bytes(device: torch.device, *, groups: Path = _GROUPS) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil
 
+    # psutil and torch know of no control group.
     return max(0, min([int(psutil.virtual_memory().available), *_left_in_groups(groups)]))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes that each control group of this process may still take, if it has a limit."""
-    own = ""
-    with suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next((line.partition("::")[2] for line in lines if line.startswith("0::")), "")
-    folder = root / own.strip("/")
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(root):
-            return
-        with suppress(OSError, ValueError):  # a group without a limit says "max"
-            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            yield limit - used + int(stat["inactive_file"])  # the page cache is given back
+def _left_in_groups(root: Path, groups: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """Yield the bytes that each control group of this process may still take, if it has a limit.
+
+    Source: the kernel's cgroup-v2.rst and cgroup-v1/memory.rst. The files of version 1 have other names.
+    """
+    own = dict[str, str]()
+    with suppress(OSError):  # lines like "0::/group" in version 2, and "4:memory:/group" in version 1
+        fields = [line.split(":", 2) for line in groups.read_text().splitlines()]
+        own = {name: group for _, names, group in fields for name in names.split(",")}
+    v1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    for top, group, names in (
+        (root, own.get("", ""), ("memory.max", "memory.current", "inactive_file")),
+        (root / "memory", own.get("memory", ""), v1),
+    ):
+        folder = top / group.strip("/")  # which a container may not see: then its own limit is at the top
+        for one in (folder, *folder.parents):
+            if one.is_relative_to(top):
+                yield from _left_in(one, *names)
+
+
+def _left_in(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
+    with suppress(OSError, ValueError, KeyError):  # a group without a limit says "max", or in version 1 2^63 or so
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        yield int((group / limit).read_text()) - int((group / used).read_text()) + int(stat[cache])
 
 
 def shares(memory: int | None, texts: int | None, device: torch.device, say: Callable[[str], None]) -> tuple[int, int]:

@@ -32,6 +32,25 @@ def test_a_container_may_have_less_than_its_machine(tmp_path: Path) -> None:
     assert memory.free_bytes(CPU, groups=tmp_path) == 0
 
 
+@pytest.mark.parametrize("group", ["/docker/abc", "/"])
+@pytest.mark.parametrize("own", [5000, 2**63 - 4096])  # without a limit of its own, that of a group above counts
+def test_a_container_of_the_first_version(group: str, own: int, tmp_path: Path) -> None:
+    def write(folder: str, limit_bytes: int) -> None:
+        path = tmp_path / "memory" / folder
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "memory.limit_in_bytes").write_text(f"{limit_bytes}\n")
+        (path / "memory.usage_in_bytes").write_text("3000\n")
+        (path / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 600\n")
+
+    listed = tmp_path / "cgroup"
+    listed.write_text(f"12:cpu,cpuacct:/other\n4:memory:{group}\n1:name=systemd:/x:y\n0::/\n")
+    write("", 9000)
+    write(group.strip("/"), own)
+    left = min(own, 9000 if group != "/" else own) - 3000 + 600
+    assert min(memory._left_in_groups(tmp_path, listed)) == left
+    assert min(memory._left_in_groups(tmp_path / "none", listed), default=None) is None
+
+
 def test_free_memory_is_divided_and_the_choice_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda _: 10_000_000_000)
     said: list[str] = []
