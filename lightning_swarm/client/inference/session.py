@@ -21,11 +21,12 @@ from torch import Tensor
 
 from lightning_swarm.client.inference.adapters import PackedAdapter, names_of
 from lightning_swarm.client.inference.routes import SessionRoutes
-from lightning_swarm.client.pipeline.context import AnswersOf, Refusal
+from lightning_swarm.client.pipeline.context import Refusal
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
     AdapterMissing,
     Busy,
+    DeadlineExceeded,
     PeerError,
     ProtocolError,
     SessionLost,
@@ -131,10 +132,11 @@ class InferenceSession:
         self._attempt = 0  # counts the rebuilds of the route
         self._attempt_step = 1  # the newest step when the attempt began
         self._output: asyncio.Future[SessionResult] | None = None  # result of the current step
-        self._failures: deque[SessionFailed] = deque(maxlen=_MAX_FAILURES)
+        self._failures: deque[tuple[PeerId, SessionFailed]] = deque(maxlen=_MAX_FAILURES)
         self._news = asyncio.Event()  # set by an output, a failure or the end of a liveness check
         self._looking: asyncio.Task[set[PeerId]] | None = None  # liveness check of the route's servers
         self._num_looks = 0  # liveness checks in this step
+        self._is_second_route = False  # all servers were replaced in this step, because no output came
         self._unfit: set[int] = set()  # stages whose server must be replaced
         self._lacking: Counter[int] = Counter()  # stage -> times that its server lacked the adapter in this step
         self._lacking_now: set[int] = set()  # stages whose server must get the adapter
@@ -170,7 +172,7 @@ class InferenceSession:
         """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
         self._log.append(session_input)
         output = self._output = asyncio.get_running_loop().create_future()
-        self._num_looks = 0
+        self._num_looks, self._is_second_route = 0, False
         timeout = self._routes.timeout
         last_s = now_s() + _MAX_TIMEOUTS * timeout  # the deadline is never extended beyond this
         deadline_s = now_s() + timeout
@@ -185,6 +187,9 @@ class InferenceSession:
                 else:
                     broken = await self._wait(output)
                 if not output.done() and now_s() >= deadline_s:
+                    if broken := self._replaced_once():
+                        deadline_s = min(last_s, now_s() + timeout)
+                        continue
                     raise StageLost(
                         f"step {self.num_steps} of a session did not get through within {timeout:g} s "
                         f"on {self._route}. Raise `Limits.call_timeout` if it takes longer."
@@ -225,7 +230,15 @@ class InferenceSession:
         if not self._route or caller != self._route[-1]:
             raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
         if head.number == self.num_steps and self._output is not None and not self._output.done():
-            tree = serialization.unflatten(head.structure, tensors)
+            try:
+                tree = serialization.unflatten(head.structure, tensors)
+                if self._recipe is not None and serialization.leaves(tree)[0].shape[0] != self._log[-1].num_rows:
+                    raise ProtocolError(f"the output of a step of {self._log[-1].num_rows} rows has other rows")
+            except (ProtocolError, IndexError) as error:
+                last, reason = len(self._route) - 1, f"its output is malformed: {error}"
+                failed = SessionFailed(self.id, head.number, self._attempt, last, kind="refused", reason=reason)
+                self.take_failure(caller, failed)
+                raise
             self._output.set_result(SessionResult(tree, head.length))
             self._news.set()
 
@@ -235,21 +248,21 @@ class InferenceSession:
 
     def take_failure(self, caller: PeerId, failed: SessionFailed) -> None:
         """Accept a server's report that a step failed."""
-        if caller not in self._route:
-            raise ProtocolError(f"{caller} is no server of the session")
-        if failed.stage_index >= len(self._route):
-            raise ProtocolError(f"a session of {len(self._route)} stages failed at stage {failed.stage_index}")
+        # A server knows of itself, and of the next one, which has not accepted its output.
+        known = self._route[max(0, failed.stage_index - 1) : failed.stage_index + 1]
+        if failed.stage_index >= len(self._route) or caller not in known:
+            raise ProtocolError(f"{caller} cannot know of stage {failed.stage_index} of a session on {self._route}")
         # Ignore failures of an earlier step that has succeeded since without another attempt.
         is_old = failed.number < self.num_steps and self._attempt_step < self.num_steps
         if failed.attempt == self._attempt and self._output is not None and not is_old:
-            self._failures.append(failed)
+            self._failures.append((caller, failed))
             self._news.set()
 
     async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
         """Wait for the output or a failure; return the stages that need another server or another replay."""
         while not output.done():
             if self._failures:
-                return self._remedied(self._failures.popleft())
+                return self._remedied(*self._failures.popleft())
             if self._looking is not None and self._looking.done():
                 alive, self._looking = self._looking.result(), None
                 if silent := self._eject_all_but(alive, Unreachable("it does not answer")):
@@ -272,9 +285,11 @@ class InferenceSession:
             self._looking = asyncio.ensure_future(looking)
             self._looking.add_done_callback(lambda _: self._news.set())
 
-    def _remedied(self, failed: SessionFailed) -> set[int]:
+    def _remedied(self, caller: PeerId, failed: SessionFailed) -> set[int]:
         """Choose the remedy for a failure, and return its stage. A server that has lost steps only gets them again."""
         stage = failed.stage_index
+        if failed.kind in ("refused", "unreachable"):
+            stage = self._suspect(caller, stage)
         if failed.kind == "refused":
             self._refuse(stage, StageError(f"stage {stage}: {failed.reason}"))
         elif failed.kind == "unreachable":
@@ -284,6 +299,31 @@ class InferenceSession:
         elif failed.kind == "adapter":
             self._note_lacking(stage)
         return {stage}
+
+    def _replaced_once(self) -> set[int]:
+        """Eject all servers that others can replace, because one of them answers but does not compute.
+
+        Return their stages; none if this has happened before in this step.
+        """
+        found = (
+            set() if self._is_second_route else {stage for stage in range(len(self._route)) if self._has_other(stage)}
+        )
+        self._is_second_route = True
+        for stage in found:
+            self._eject(stage, DeadlineExceeded("a step on its route did not get through"))
+        return found
+
+    def _suspect(self, caller: PeerId, stage: int) -> int:
+        """Return the stage whose server to replace if `caller` reports that the server of a stage has failed.
+
+        The report may be false. So if no other server of the stage is left to try, it is the caller's own.
+        """
+        return stage if caller == self._route[stage] or self._has_other(stage) else stage - 1
+
+    def _has_other(self, stage: int) -> bool:
+        """Return whether a stage has a server that is fit and was not tried in this step."""
+        tried = self._refused.get(stage, set()) | {self._route[stage]}
+        return any(not (one in tried or self._routes.is_ejected(stage, one)) for one in self._routes.servers(stage))
 
     def _note_lacking(self, stage: int) -> None:
         self._lacking[stage] += 1
@@ -370,6 +410,10 @@ class InferenceSession:
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
                 return self._eject_all_but(alive, error) or {first}  # `before` or the server of `first` may be gone
+            except SwarmError as error:  # of `before`, or passed on from the server of `first`
+                stage = self._suspect(before, first)
+                self._refuse(stage, error)
+                return {stage}
             else:
                 # `before` may lack the newest step, so send that through all stages.
                 return await self._send(self.num_steps, resume=resume)
@@ -426,8 +470,7 @@ class InferenceSession:
         )
         peer = self._route[0]
         try:
-            with AnswersOf(peer):
-                await self._outbox.send(peer, step, tensors, alone=alone)
+            await self._outbox.send(peer, step, tensors, alone=alone)
         except SessionLost:
             return {0}
         except AdapterMissing:
@@ -441,6 +484,9 @@ class InferenceSession:
             return {0}
         except PeerError as error:
             self._eject(0, error)
+            return {0}
+        except SwarmError as error:  # even `LeaseRevoked`, because a session has no lease
+            self._refuse(0, error)
             return {0}
         return set()
 

@@ -54,7 +54,7 @@ from lightning_swarm.server.sample_costs import num_bytes
 
 _log = logging.getLogger(__name__)
 
-_MAX_REASON: Final = 4096  # characters of an error that are sent to the client
+_MAX_REASON: Final = 2048  # characters of an error; those of `MAX_TOGETHER` steps fit into one message
 _SMOOTHING: Final = 0.05  # weight of the newest step
 _MAX_SESSIONS: Final = 4096  # limit for all stages here, because small sessions take more memory than their tensors
 _BRANCHING_S: Final = 5.0  # seconds to find a prefix at all servers of a route; then the client sends the whole text

@@ -23,6 +23,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.inference import (
+    MAX_TOGETHER,
     WINDOW,
     CacheLayer,
     CacheOperation,
@@ -434,6 +435,19 @@ def test_a_step_that_is_refused_or_early_concerns_no_other_session(make_swarm: M
     assert (refused.index, refused.is_early, refused.error) == (2, False, "ProtocolError")
     assert [swarm.servers[C].sessions._held[session, 1].done for session in sessions] == [2, 1, 1, 2]
     torch.testing.assert_close(client.outputs[2], expected(swarm, [tokens(1), given[3]])[1], rtol=0.0, atol=1e-13)
+
+
+def test_the_longest_refusals_fit_into_one_answer(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = begun(make_swarm)
+
+    async def refuse(*_: Any, **__: Any) -> bool:
+        raise ProtocolError("\U0001f600" * 10_000)
+
+    monkeypatch.setattr(swarm.servers[A].sessions, "_accept", refuse)
+    steps = [message(tokens(1), A, C, session=f"{number:032}") for number in range(MAX_TOGETHER)]
+    sent = swarm.trainer.stream(A, SESSION_STEPS.name, together(*steps), timeout=5.0, max_bytes=0)
+    refused = decode(swarm.run(sent).body, SessionStepsReply).refused
+    assert [len(one.reason) >= 1000 for one in refused] == [True] * MAX_TOGETHER
 
 
 def test_tensors_without_a_step_are_refused(make_swarm: MakeSwarm) -> None:
