@@ -50,7 +50,7 @@ class Connection(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return not self.cycle or self.cycle.response_complete
 
     @override
     def on_response_complete(self) -> None:
