@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import SessionLost
 from lightning_swarm.model.inference import attention_cache, joint_attention, padded_cache
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import SessionStep
 from lightning_swarm.server.executor import TOKENS, Executor
@@ -36,7 +37,9 @@ _MAX_TOKENS: Final = 8  # tokens per row: a longer step delays the rest
 _LONG_TOKENS: Final = 512  # tokens in all rows: longer steps run block by block
 _MAX_KINDS: Final = 256  # kinds with a verdict
 _MAX_TRIED: Final = 4  # steps in one trial
-_MAX_REFUSED: Final = 16  # refused kinds of a stage, after which no more are tried
+_MAX_REFUSED: Final = 16  # a client's refused kinds at a stage, after which no more are tried
+_MAX_CLIENTS: Final = 8  # clients in the refusal of a kind
+_REFUSED_S: Final = 600.0  # seconds until a refused kind is tried again
 _MOST: Final = 0.99  # share of the numbers that must agree: rounding may tip a choice of experts
 
 
@@ -212,7 +215,7 @@ class JointSteps(Generic[_T]):
             except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
                 work.error = error
         if self._problem is not None and len(found) == len(works):  # each step succeeds alone
-            self._verdicts.enter(works, self._problem)
+            self._verdicts.enter(works, self._problem, {work.step.client for work in works})
         return found
 
     def _jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
@@ -246,35 +249,57 @@ class JointSteps(Generic[_T]):
             return
         finally:
             put_back()
-        if not all(map(_is_finite, apart)):  # numbers like NaN, which a client may send, prove nothing
-            return
-        self._verdicts.enter(works, None if all(map(_alike, together, apart)) else "the numbers differ")
+        # Numbers like NaN, which a client may send, prove nothing.
+        sound = [found for found in zip(works, together, apart, strict=True) if _is_finite(found[2])]
+        unlike = {work.step.client for work, one, other in sound if not _alike(one, other)}
+        if unlike or len(sound) > 1:
+            self._verdicts.enter(works, "the numbers differ" if unlike else None, unlike)
 
 
 class _Verdicts:
-    """Verdicts on joint forwards, by the kind of step, and by whether the texts have one length."""
+    """Verdicts on joint forwards, by the kind of step, and by whether the texts have one length.
+
+    A refusal concerns the clients whose numbers differed, and all clients if there are several. It ends after a while.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[Any, bool] = {}
-        self._num_refused: Counter[int] = Counter()  # stage -> number of refused kinds
+        self._joint: dict[Any, bool] = {}  # kinds that may share a forward
+        self._refused: dict[Any, dict[PeerId, float]] = {}  # kind -> client -> when the refusal ends, in seconds
 
     def of(self, works: Sequence[WaitingStep[Any]]) -> bool | None:
-        """Return the verdict on steps of one kind; None if a trial is due, as for the first `_MAX_KINDS` kinds."""
-        found = self._found.get(_key_of(works))
-        return False if found is None and len(self._found) >= _MAX_KINDS else found
+        """Return the verdict on steps of one kind; None if a trial is due."""
+        key = _key_of(works)
+        return False if any(self._is_refused(key, work) for work in works) else self._joint.get(key)
 
-    def enter(self, works: Sequence[WaitingStep[Any]], problem: object) -> None:
-        """Record that such steps may share a forward, or the problem if they may not."""
-        self._found[_key_of(works)] = problem is None
-        if problem is not None:
-            stage = works[0].stage.index
-            self._num_refused[stage] += works[0].part.adapter is None  # users may bring many kinds of adapters
-            _log.info("Steps like these are computed apart at stage %d from now on: %s", stage, problem)
+    def enter(self, works: Sequence[WaitingStep[Any]], problem: object, clients: Iterable[PeerId] = ()) -> None:
+        """Record that such steps may share a forward, or the problem if those of some clients may not."""
+        key = _key_of(works)
+        if problem is None:
+            self._joint[key] = True
+        else:
+            self._joint.pop(key, None)
+            ends = self._refused.setdefault(key, {})
+            ends.update(dict.fromkeys(clients, time.monotonic() + _REFUSED_S))
+            for client in [*ends][:-_MAX_CLIENTS]:
+                del ends[client]
+            _log.info("Steps like these are computed apart at stage %d for a while: %s", works[0].stage.index, problem)
+        for found in (self._joint, self._refused):
+            if len(found) > _MAX_KINDS:
+                del found[next(iter(found))]
 
     def refuses(self, work: WaitingStep[Any]) -> bool:
-        """Return whether a step need not wait, because its kind or many kinds of its stage were refused."""
-        found = (self._found.get((work.kind, *forms)) for forms in product((True, False), repeat=2))
-        return self._num_refused[work.stage.index] >= _MAX_REFUSED or False in found
+        """Return whether a step need not wait, because its kind or many kinds of its client were refused."""
+        if any(self._is_refused((work.kind, *forms), work) for forms in product((True, False), repeat=2)):
+            return True
+        # Without those of adapters, because a client's users may bring many kinds.
+        own = [key for key, ends in self._refused.items() if work.step.client in ends and key[0][-1] is None]
+        return sum(kind[0] == work.stage.index for kind, *_ in own) >= _MAX_REFUSED
+
+    def _is_refused(self, key: Any, work: WaitingStep[Any]) -> bool:
+        if (ends := self._refused.get(key)) is None:
+            return False
+        clients = [client for client, end_s in ends.items() if time.monotonic() < end_s]
+        return work.step.client in clients or len(clients) > 1
 
 
 def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:

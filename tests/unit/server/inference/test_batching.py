@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SessionLost
 from lightning_swarm.model.inference import attention_cache
+from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.inference import CacheLayer, CacheRecipe, SessionStep
 from lightning_swarm.server.executor import InlineExecutor
@@ -211,7 +212,8 @@ def test_rows_with_masks_go_with_their_like(tmp_path: Path, loop: VirtualLoop, m
         found = [result for result, _ in results(loop, steps, works)]
         torch.testing.assert_close(found, apart, rtol=1e-9, atol=1e-12)
     assert steps.num_joint == 2 * len(prompts)
-    assert set(steps._verdicts._found.values()) == {True}
+    assert steps._verdicts._joint
+    assert not steps._verdicts._refused
 
 
 def test_prompts_are_computed_alone(tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +226,7 @@ def test_prompts_are_computed_alone(tmp_path: Path, loop: VirtualLoop, monkeypat
             work.prepare = lambda cache=cache: cache
         assert not any(isinstance(found, BaseException) for found in results(loop, steps, works))
     assert steps.num_joint == 0
-    assert not steps._verdicts._found
+    assert not steps._verdicts._joint
 
 
 def test_texts_whose_numbers_would_differ_are_never_joined(
@@ -241,7 +243,8 @@ def test_texts_whose_numbers_would_differ_are_never_joined(
         found = [result for result, _ in results(loop, steps, texts.waiting(number))]
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert steps.num_joint == 0
-    assert list(steps._verdicts._found.values()) == [False]
+    assert not steps._verdicts._joint
+    assert len(steps._verdicts._refused) == 1
 
 
 def test_what_fails_for_one_text_fails_for_no_other(
@@ -295,7 +298,7 @@ def test_equal_texts_prove_nothing(tmp_path: Path, loop: VirtualLoop, monkeypatc
     steps = JointSteps[Any](InlineExecutor())
     for number in (1, 2):
         results(loop, steps, equal.waiting(number))
-    assert not steps._verdicts._found
+    assert not steps._verdicts._joint
     assert steps.num_joint == 0
 
 
@@ -311,10 +314,51 @@ def test_numbers_that_are_not_finite_prove_nothing(
     broken = torch.full_like(leaf, float("nan"))
     works[2].part.hidden = serialization.transform(works[2].part.hidden, lambda _: broken)
     results(loop, steps, works)
-    assert not steps._verdicts._found
-    for number in (1, 2):
-        results(loop, steps, texts.waiting(number))
+    assert not steps._verdicts._refused
+    results(loop, steps, texts.waiting(2))
     assert steps.num_joint == 3
+
+
+def test_a_client_whose_numbers_differ_ends_no_joint_steps_of_others(
+    tmp_path: Path, loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own steps are computed alone for a while, and those of all clients only if several have differed."""
+    clock = [0.0]
+    monkeypatch.setattr(joint_steps.time, "monotonic", lambda: clock[0])
+    texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
+    unlike, alike = {"one"}, joint_steps._alike
+    owners: list[str] = []  # of the compared steps, in turn
+
+    def compare(together: Any, apart: Any) -> bool:
+        return alike(together, apart) and owners.pop(0) not in unlike
+
+    monkeypatch.setattr(joint_steps, "_alike", compare)
+    steps = JointSteps[Any](InlineExecutor())
+
+    def joint(number: int, *clients: str) -> int:
+        """Compute a step of each client; return how many shared a forward."""
+        before, works = steps.num_joint, texts.waiting(number)[: len(clients)]
+        for work, client in zip(works, clients, strict=True):
+            work.step = replace(work.step, client=PeerId(client))
+        refused = {one for ends in steps._verdicts._refused.values() for one, end_s in ends.items() if clock[0] < end_s}
+        owners[:] = [one for one in clients if one not in refused]
+        apart = alone(loop, texts.waiting(number)[: len(clients)])
+        found = [result for result, _ in results(loop, steps, works)]
+        torch.testing.assert_close(found, apart, rtol=1e-9, atol=1e-12)
+        return steps.num_joint - before
+
+    assert joint(1, "one", "two", "three") == 0
+    assert len(steps._verdicts._refused) == 1
+    assert joint(1, "one", "two", "three") == 0  # the trial of the two others
+    assert joint(2, "one", "two", "three") == 2
+    unlike.clear()
+    clock[0] = 601.0
+    assert joint(2, "one", "two", "three") == 3  # the refusal has ended
+    unlike.update({"four", "five"})
+    steps = JointSteps[Any](InlineExecutor())
+    assert [joint(1, "four", "five", "six"), joint(2, "six", "seven"), joint(2, "six", "seven")] == [0, 0, 0]
+    clock[0] = 1202.0
+    assert [joint(1, "six", "seven"), joint(2, "six", "seven")] == [0, 2]
 
 
 def test_states_in_a_cache_count_against_no_other_text(
@@ -329,7 +373,7 @@ def test_states_in_a_cache_count_against_no_other_text(
     (of_states,) = [work for work in texts.waiting(1) if work.kind is None]
     assert of_states.step is step
     results(loop, steps, texts.waiting(1))
-    assert False not in steps._verdicts._found.values()
+    assert not steps._verdicts._refused
     for _ in range(2):
         results(loop, steps, texts.waiting(2))
     assert steps.num_joint == 6
