@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 from typing import Any, Final
@@ -475,7 +475,7 @@ class SessionHandlers:
     def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
         """Drop prefixes, old outputs, and inactive sessions except `but`, until the rest and `num_more` sessions fit.
 
-        Begin with the least recently used session each time.
+        Begin with the least recently used session each time; sessions are dropped of the client that holds most.
         """
         excess = self._used_bytes() - self._limits.session_bytes
         while len(self._prefixes) and (excess > 0 or len(self._prefixes) + len(self._held) + num_more > _MAX_SESSIONS):
@@ -490,7 +490,10 @@ class SessionHandlers:
             excess -= freed
             if excess <= 0:
                 break
-        for key, held in [*self._held.items()]:
+        shares = Counter[PeerId]()
+        for held in self._held.values():  # a session costs something even if it is empty
+            shares[held.client] += held.num_bytes + self._limits.session_bytes // _MAX_SESSIONS
+        for key, held in sorted(self._held.items(), key=lambda item: -shares[item[1].client]):
             if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
                 return
             if held is not but and not held.goes_on:

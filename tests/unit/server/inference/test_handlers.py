@@ -540,6 +540,27 @@ def test_there_are_not_too_many_sessions(make_swarm: MakeSwarm, monkeypatch: pyt
     assert not client.failures
 
 
+@pytest.mark.parametrize("num_bytes", [0, 40 * 50 * WIDTH * 8])  # the first limit is that of the number of sessions
+def test_sessions_of_one_client_drive_out_none_of_another(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr("lightning_swarm.server.inference.handlers._MAX_SESSIONS", 40 if num_bytes else 5)
+    swarm = begun(make_swarm, Limits(call_timeout=30.0, **({"session_bytes": num_bytes} if num_bytes else {})))
+    client, other = Client(swarm.trainer), swarm.network.transport("other")
+    Client(other)
+    send(swarm, message(tokens(0, 50), A, C))
+    for number in range(20):
+        swarm.run(asyncio.sleep(10.0))  # all sessions are idle, and the first for longest
+        hidden = tokens(number, 200)
+        send(swarm, message(hidden, A, C, session=f"{number:032}", client=PeerId("other")), by=other)
+        assert (SESSION, 0) in swarm.servers[A].sessions._held
+    assert swarm.servers[A].sessions.num_open < 20
+    send(swarm, message(tokens(1), A, C, number=2))
+    assert not client.failures
+    assert {*client.outputs} == {1, 2}
+    swarm.run(other.close())
+
+
 @pytest.mark.parametrize(
     "operation", [CacheOperation(kind="repeat", values=[1 << 30]), CacheOperation(kind="select", values=[0] * 60_000)]
 )
