@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Final
 
 from typing_extensions import override
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _REQUEST_S: Final = 10.0  # seconds within which a request's headers must arrive
 _READ_S, _READ_BYTES = 30.0, 16 << 10  # a client must read so many bytes of its answer within so many seconds
@@ -50,7 +50,8 @@ class Connection(H11Protocol):
 
     @property
     def _is_idle(self) -> bool:
-        return not self.cycle or self.cycle.response_complete
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is None or cycle.response_complete
 
     @override
     def on_response_complete(self) -> None:

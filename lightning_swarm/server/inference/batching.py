@@ -292,8 +292,8 @@ class _Verdicts:
         if any(self._is_refused((work.kind, *forms), work) for forms in product((True, False), repeat=2)):
             return True
         # Without those of adapters, because a client's users may bring many kinds.
-        own = [key for key, ends in self._refused.items() if work.step.client in ends and key[0][-1] is None]
-        return sum(kind[0] == work.stage.index for kind, *_ in own) >= _MAX_REFUSED
+        kinds = [kind for (kind, *_), ends in self._refused.items() if work.step.client in ends and kind[-1] is None]
+        return [kind[0] for kind in kinds].count(work.stage.index) >= _MAX_REFUSED
 
     def _is_refused(self, key: Any, work: WaitingStep[Any]) -> bool:
         if (ends := self._refused.get(key)) is None:
