@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         _refuse(f"messages have a role, content and a name, got `{short(min(given))}` from {short(role)!r}")
     if not all(isinstance(value, str) for value in (role, *texts.values())):
         _refuse(f"a message's role, name and id are texts, got {short([role, *texts.values()])}")
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", role):  # a template might take it for several messages
+        _refuse(f"a message's role has up to 64 letters, digits, - and _, got {short(role)!r}")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(_is_text(part) for part in parts):
         _refuse("a message's content is a text, or a list of parts of the type 'text'")
