@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_swarm.client.inference.forwards import Delayed
 from lightning_swarm.model.inference import attention_cache
 from lightning_swarm.model.inference.joint_attention import MASK_DIMENSIONS, CannotJoin, join_rows
 from lightning_swarm.serving.blocks import ServedBlocks
@@ -99,9 +100,16 @@ class JointForward:
                 raise
             self._enter(_kind(texts), str(problem))
             return _one_by_one(texts)
-        for text in texts:
-            text.follow()
+        for index, text in enumerate(texts):
+            if not isinstance(errors.get(index), Delayed):
+                text.follow()
         return logits, errors
+
+    def finish(self, text: GrowingText, delayed: Delayed) -> Tensor:
+        """Wait for a text's step that other texts have not waited for; return its logits ``[tokens]``."""
+        assert self._blocks is not None
+        with self._blocks.computed_by(lambda *_: delayed.wait()):
+            return text.step()
 
     def _tried(self, texts: Sequence[GrowingText]) -> Found:
         """Compute texts one by one, and find out whether one forward gives the same numbers."""

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from lightning_swarm.client.inference.forwards import Delayed
 from lightning_swarm.network import PeerId
 from lightning_swarm.serving.growing_text import GrowingText
 from lightning_swarm.serving.joint_forward import JointForward
@@ -59,6 +60,8 @@ class TextScheduler:
         self._waiting: deque[GrowingText] = deque()  # texts that have not begun
         self._prompts: deque[GrowingText] = deque()  # texts whose prompt is not computed yet
         self._due: dict[Route, list[GrowingText]] = {}  # texts whose next step is due
+        self._late: deque[tuple[GrowingText, Delayed]] = deque()  # texts whose step is under way without their group
+        self._num_finishing = 0  # late texts that a thread waits for
         self._num_texts = 0  # texts that have begun and not ended
         self._stepping: dict[int, tuple[Route, int]] = {}  # id of each group under way -> its route, number of texts
         self._feeding = Counter[bool]()  # parts of prompts under way; True: whole prompts of exact texts
@@ -117,14 +120,20 @@ class TextScheduler:
                     is_late = not self._changed.wait(idle_s)
                 finally:
                     self._num_idle -= 1
-            if self._due or self._prompts or self._waiting:
+            if self._due or self._prompts or self._waiting or self._late:
                 self._wake()
             return work
 
     def _take(self) -> Callable[[], None] | None:
         """Return the next work, or None if nothing can be done now. Steps and parts of prompts take turns."""
         first, second = (self._take_part, self._take_step) if self._was_step else (self._take_step, self._take_part)
-        return first() or second()
+        return first() or second() or self._take_late()
+
+    def _take_late(self) -> Callable[[], None] | None:
+        if not self._late or self._num_finishing >= _MOST_ALONE:
+            return None
+        self._num_finishing += 1
+        return partial(self._finish, *self._late.popleft())
 
     def _take_step(self) -> Callable[[], None] | None:
         for route, due in self._due.items():
@@ -194,20 +203,40 @@ class TextScheduler:
         most = self._step_tokens()
         return most if text.is_exact else min(most, self._parts.num_tokens(is_alone=is_alone))
 
+    def _finish(self, text: GrowingText, delayed: Delayed) -> None:
+        """Wait for a text's step, and draw its next token."""
+        going: Sequence[GrowingText] = ()
+        try:
+            if not text.listener.is_cancelled:
+                going = _draw([text], self._forward.finish(text, delayed).unsqueeze(0), {})
+        except BaseException as error:  # noqa: BLE001 - the text's listener raises it
+            text.end(error)
+        if not going:
+            text.end()
+        with self._changed:
+            self._num_finishing -= 1
+            self._num_texts -= not going
+            for one in going:
+                self._due.setdefault(one.route, []).append(one)
+
     def _step(self, group: Sequence[GrowingText], *, num_texts: int, splits: bool) -> None:
         """Compute one step of texts, and draw their next tokens. For the last arguments, see `Groups.measure`."""
         going: Sequence[GrowingText] = ()
+        late: Sequence[tuple[GrowingText, Delayed]] = ()
         begin_s = time.monotonic()
         try:
             wanted = [text for text in group if not text.listener.is_cancelled]
-            going = _draw(wanted, *self._forward.step(wanted)) if wanted else ()
+            if wanted:
+                logits, errors = self._forward.step(wanted)
+                late = [(wanted[index], one) for index, one in errors.items() if isinstance(one, Delayed)]
+                going = _draw(wanted, logits, errors)
         except BaseException as error:  # noqa: BLE001 - the texts' listeners raise it
             for text in group:
                 text.end(error)
         took_s = time.monotonic() - begin_s
         if self._parts is not None:
             self._parts.measure_step(took_s)
-        stays = set(map(id, going))
+        stays = set(map(id, (*going, *(text for text, _ in late))))
         for text in group:
             if id(text) not in stays:
                 text.end()
@@ -215,7 +244,8 @@ class TextScheduler:
             if num_texts:
                 self._groups.measure(took_s, num_texts, splits=splits)
             del self._stepping[id(group)]
-            self._num_texts -= len(group) - len(going)
+            self._num_texts -= len(group) - len(stays)
+            self._late.extend(late)
             for text in going:
                 self._due.setdefault(text.route, []).append(text)
 
@@ -223,7 +253,8 @@ class TextScheduler:
 def _draw(texts: Sequence[GrowingText], logits: Tensor, errors: Mapping[int, Exception]) -> Sequence[GrowingText]:
     """Draw the next token of each text by its logits ``[texts, tokens]``; return the texts that go on."""
     for index, error in errors.items():
-        texts[index].end(error)
+        if not isinstance(error, Delayed):
+            texts[index].end(error)
     if errors:
         kept = [index for index in range(len(texts)) if index not in errors]
         texts, logits = [texts[index] for index in kept], logits[kept]

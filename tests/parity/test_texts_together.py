@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.client.inference.prefixes import KeptTexts
-from lightning_swarm.core.errors import StageError
+from lightning_swarm.core.errors import Busy, StageError
 from lightning_swarm.server.inference import session_compute
+from lightning_swarm.server.inference.handlers import SessionHandlers
 from lightning_swarm.serving.http_fields import TextFields
 from lightning_swarm.serving.joint_forward import JointForward
 from lightning_swarm.serving.remote_model import prefill_chunk
@@ -118,6 +119,50 @@ def test_texts_are_those_of_one_machine(serve: Callable[..., Any], family: str) 
     client = texts.served.model.swarm
     client._runtime.run(asyncio.sleep(1.0))
     assert not client.served._forwards._sessions._open, "texts that have ended hold sessions"
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_a_text_whose_servers_are_busy_delays_no_other(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """All servers of a stage refuse one text for a while; then it goes on with the others, and no token changes."""
+    model = make_model("llama")
+    texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts()
+    client = texts.served.model.swarm
+    loop, accept = client._runtime._loop, SessionHandlers._accept
+    assert texts.write(prompts) == [plain(model, prompt) for prompt in prompts]
+    victims: dict[str, float] = {}  # session -> end of the refusals, in seconds
+    times = list[float]()  # of the refusals
+    ends = dict[int, float]()
+
+    async def refuse(own: Any, caller: Any, step: Any, *given: Any, **options: Any) -> bool:
+        if loop.time() < victims.get(step.session, 0.0) and step.stage_index == (0 if where == "first" else 1):
+            times.append(loop.time())
+            raise Busy("no room")
+        return await accept(own, caller, step, *given, **options)
+
+    def choose(number: int) -> None:
+        if number == 4 and not victims:
+            sessions = client.served._forwards._sessions
+            assert sessions is not None
+            victims[[*sessions._open][-1]] = loop.time() + 20.0
+
+    monkeypatch.setattr(SessionHandlers, "_accept", refuse)
+
+    def listener(index: int) -> Listener:
+        def note(number: int) -> None:
+            ends[index] = loop.time()
+            choose(number)
+
+        return Listener(note)
+
+    listeners = [texts.begin(prompt, listener(index)) for index, prompt in enumerate(prompts)]
+    texts.scheduler.run()
+    assert [one.tokens for one in listeners] == [plain(model, prompt) for prompt in prompts]
+    assert [one.ends for one in listeners] == [[None]] * len(prompts)
+    (until_s,) = victims.values()
+    assert 10 < len(times) < 60  # in each half second, and not all the time
+    assert sorted(end_s >= until_s for end_s in ends.values()) == [False] * (len(prompts) - 1) + [True]
 
 
 def test_sampled_texts_depend_on_their_seed_alone(serve: Callable[..., Any]) -> None:

@@ -47,6 +47,14 @@ class TextStep:
     exact: bool = False  # see `InferenceSession`; the text's first step counts
 
 
+class Delayed(Exception):
+    """A step waits for other servers, while the steps of other texts are done. `wait` waits for its output."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        super().__init__("a step is delayed")
+        self.wait = wait
+
+
 class SessionForwards:
     """Runs the steps of texts. The rows of a text stay together, and are not cut into microbatches."""
 
@@ -69,20 +77,25 @@ class SessionForwards:
     def step_many(self, steps: Sequence[TextStep]) -> list[Any]:
         """Compute the next tokens of texts with different caches; return each text's output, or its error.
 
-        The steps go to servers together as far as the texts' routes agree.
+        The steps go to servers together as far as the texts' routes agree. A text that needs other servers is `Delayed`
+        if another text's step is done meanwhile.
         """
         found = [_caught(self._begun, step) for step in steps]
         begun = [one for one in found if not isinstance(one, Exception)]
+        tasks = iter(self._runtime.run(_stepped(begun)) if begun else ())
 
-        async def compute() -> list[Any]:
-            return await asyncio.gather(*(session.step(own) for session, own in begun), return_exceptions=True)
+        def ended(step: TextStep) -> Any:
+            task = next(tasks)
+            if task.done():
+                return _caught(lambda: self._end(step, task.result()))
 
-        results = iter(self._runtime.run(compute()) if begun else ())
-        found = [one if isinstance(one, Exception) else next(results) for one in found]
-        return [
-            one if isinstance(one, Exception) else _caught(self._end, step, one)
-            for step, one in zip(steps, found, strict=True)
-        ]
+            async def result() -> SessionResult:
+                return await task
+
+            return Delayed(lambda: self._end(step, self._runtime.run(result())))
+
+        pairs = zip(steps, found, strict=True)
+        return [one if isinstance(one, Exception) else ended(step) for step, one in pairs]
 
     def _begun(self, step: TextStep) -> tuple[InferenceSession, SessionInput]:
         """Return a step's session, which the text's first step opens, and its input."""
@@ -244,6 +257,32 @@ class SessionForwards:
         sessions = self._sessions
         if sessions is not None:
             self._runtime.post(lambda: sessions.close_soon(session))
+
+
+async def _stepped(begun: Sequence[tuple[InferenceSession, SessionInput]]) -> list[asyncio.Task[SessionResult]]:
+    """Begin steps; return when all are done, or all that are not done are delayed and another one is done."""
+    changed = asyncio.Event()
+
+    def noticed(task: asyncio.Task[SessionResult]) -> None:
+        changed.set()
+        if not task.cancelled():
+            task.exception()  # marks it as seen, because a text that has ended does not wait for it
+
+    tasks = [asyncio.ensure_future(session.step(own)) for session, own in begun]
+    try:
+        for task, (session, _) in zip(tasks, begun, strict=True):
+            session.on_delay = changed.set
+            task.add_done_callback(noticed)
+        while left := [session for task, (session, _) in zip(tasks, begun, strict=True) if not task.done()]:
+            if len(left) < len(tasks) and all(session.is_delayed for session in left):
+                break
+            changed.clear()
+            await changed.wait()
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
+    return tasks
 
 
 def _caught(function: Callable[..., _T], *arguments: Any) -> _T | Exception:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
@@ -137,11 +137,14 @@ class InferenceSession:
         self._looking: asyncio.Task[set[PeerId]] | None = None  # liveness check of the route's servers
         self._num_looks = 0  # liveness checks in this step
         self._is_second_route = False  # all servers were replaced in this step, because no output came
+        self._busy: set[PeerId] = set()  # servers that had no room in this step
         self._unfit: set[int] = set()  # stages whose server must be replaced
         self._lacking: Counter[int] = Counter()  # stage -> times that its server lacked the adapter in this step
         self._lacking_now: set[int] = set()  # stages whose server must get the adapter
         self._refused: dict[int, set[PeerId]] = {}  # stage -> servers that answered with an error
         self._telling: set[asyncio.Task[None]] = set()  # messages to former servers under way
+        self.is_delayed = False  # servers were replaced in this step
+        self.on_delay: Callable[[], None] = lambda: None  # called when a step becomes delayed
 
     @property
     def num_steps(self) -> int:
@@ -172,7 +175,7 @@ class InferenceSession:
         """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
         self._log.append(session_input)
         output = self._output = asyncio.get_running_loop().create_future()
-        self._num_looks, self._is_second_route = 0, False
+        self._num_looks, self._is_second_route, self.is_delayed = 0, False, False
         timeout = self._routes.timeout
         last_s = now_s() + _MAX_TIMEOUTS * timeout  # the deadline is never extended beyond this
         deadline_s = now_s() + timeout
@@ -201,6 +204,7 @@ class InferenceSession:
                 self._looking.cancel()
                 self._looking = None
         self._refused.clear()
+        self._busy.clear()
         self._unfit.clear()
         self._lacking.clear()
         self._lacking_now.clear()
@@ -295,7 +299,7 @@ class InferenceSession:
         elif failed.kind == "unreachable":
             self._eject(stage, Unreachable(failed.reason))
         elif failed.kind == "busy":
-            self._unfit.add(stage)
+            self._note_busy(stage)
         elif failed.kind == "adapter":
             self._note_lacking(stage)
         return {stage}
@@ -325,6 +329,10 @@ class InferenceSession:
         tried = self._refused.get(stage, set()) | {self._route[stage]}
         return any(not (one in tried or self._routes.is_ejected(stage, one)) for one in self._routes.servers(stage))
 
+    def _note_busy(self, stage: int) -> None:
+        self._unfit.add(stage)
+        self._busy.add(self._route[stage])
+
     def _note_lacking(self, stage: int) -> None:
         self._lacking[stage] += 1
         self._lacking_now.add(stage)
@@ -337,7 +345,7 @@ class InferenceSession:
                 raise ProtocolError(f"{peer} misses an adapter that no step has named")
             await self._routes.give_adapter(peer, adapter, again=again)
         except Busy:
-            self._unfit.add(stage)
+            self._note_busy(stage)
         except PeerError as error:
             self._eject(stage, error)
         except SwarmError as error:
@@ -370,6 +378,8 @@ class InferenceSession:
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
         """Replace unfit servers and replay the steps to broken stages; return the stages that are still broken."""
+        self.is_delayed = True
+        self.on_delay()
         self._attempt += 1
         self._attempt_step = self.num_steps
         self._failures.clear()
@@ -379,7 +389,8 @@ class InferenceSession:
             before = self._route[stage]
             after = self._route[stage] = self._routes.replace(stage, self._route, self._num_rows)
             self._lacking[stage] = 0
-            if after == before or self._routes.is_ejected(stage, after):  # the stage has no other server
+            # The stage has no other server, or only busy ones, which are not to be asked all the time.
+            if after in self._busy | {before} or self._routes.is_ejected(stage, after):
                 await asyncio.sleep(_LOOK_S)
             if before not in self._route:
                 self._tell_soon(before)
@@ -406,6 +417,9 @@ class InferenceSession:
                 first, resume = first - 1, 1  # `before` has dropped its outputs, so it must compute them again
             except AdapterMissing:  # raised by the server of stage `first`, which is new to the session
                 self._note_lacking(first)
+                return {first}
+            except Busy:  # likewise
+                self._note_busy(first)
                 return {first}
             except PeerError as error:
                 alive = await alive_among(self._routes.transport, dict.fromkeys(self._route))
@@ -477,7 +491,7 @@ class InferenceSession:
             self._note_lacking(0)
             return {0}
         except Busy:
-            self._unfit.add(0)
+            self._note_busy(0)
             return {0}
         except Refusal as refusal:
             self._refuse(0, refusal.error)
