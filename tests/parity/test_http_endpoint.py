@@ -16,7 +16,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
-from lightning_swarm.serving import http_server
+from lightning_swarm.serving import http_connections, http_server
 from lightning_swarm.serving.http_server import Access, TextEndpoint
 from lightning_swarm.serving.texts import ServedText
 from tests.p2p.processes import free_port
@@ -225,7 +225,7 @@ def test_a_prompt_is_scored_once_for_all_its_choices(served: ServedText) -> None
 
 
 def test_a_connection_that_sends_no_request_is_closed(served: ServedText, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "_REQUEST_S", 0.3)
+    monkeypatch.setattr(http_connections, "_REQUEST_S", 0.3)
     address = ("127.0.0.1", free_port())
     server = threading.Thread(
         target=http_server.run, args=([served],), kwargs={"host": "127.0.0.1", "port": address[1]}
