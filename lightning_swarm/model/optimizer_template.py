@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
-from lightning_swarm.model.fidelity.copying import copied, copied_hooks
+from lightning_swarm.model.fidelity.copying import copy_hooks, copy_value
 from lightning_swarm.model.optimizer_closure import GradientClosure
 from lightning_swarm.model.optimizer_state import parameters_of
 from lightning_swarm.model.portable import PortableArithmetic, Unportable
@@ -333,7 +333,7 @@ def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -
     for one in wrapped:  # a wrapper may share attributes with its inner optimizer
         for group in vars(one).get("param_groups", ()):
             own = [known[id(parameter)] for parameter in group["params"] if id(parameter) in counterparts]
-            rest = {key: copied(value, known) for key, value in group.items() if key != "params"}
+            rest = {key: copy_value(value, known) for key, value in group.items() if key != "params"}
             known.setdefault(id(group), {"params": own, **rest})
         if isinstance(state := vars(one).get("state"), dict):
             empty = copy.copy(state)
@@ -354,7 +354,7 @@ def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
         if isinstance(value, nn.Module):
             found[name] = value
         else:
-            found[name] = copied_hooks(value, known) if name.endswith("_hooks") else copied(value, known)
+            found[name] = copy_hooks(value, known) if name.endswith("_hooks") else copy_value(value, known)
     return found
 
 

@@ -22,7 +22,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.fidelity.hooks import HOOKS, OBSERVED, recording
-from lightning_swarm.model.fidelity.leftovers import Changes, ForwardWatch, Left, join, part_inputs, same_trees
+from lightning_swarm.model.fidelity.leftovers import Changes, ForwardWatch, Left, join, same_trees, split_inputs
 from lightning_swarm.model.fidelity.module_states import ServerStates
 from lightning_swarm.model.fidelity.written_inputs import (
     POSITIONAL,
@@ -136,7 +136,7 @@ class Computation:
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
         """Run the blocks; return the output, still on its device, and the values left on modules, here or before."""
         mode = call.mode
-        inputs, left = part_inputs(call.inputs)
+        inputs, left = split_inputs(call.inputs)
         names_in_input = left.take_aliases()  # see `_collect_left`
         structure, tensors = serialization.flatten(
             decoded((inputs, left.differentiable), self._codecs.activations, self._device)
@@ -185,7 +185,7 @@ class Computation:
         states = mode.modules.modes.items() if mode.modules is not None else ()
         kind = ("forward", mode.training, frozenset(states))
         with self._states.entered(mode):
-            before = self._watch.snapshot(closely=closely)
+            before = self._watch.snapshot(with_contents=closely)
             with self._guarding_buffers(mode) as seen, modes.enter_modes(mode, self._device.type):
                 found, has_drawn = self._random.run(kind, call.seed, compute)
             changes = self._watch.changes(before)

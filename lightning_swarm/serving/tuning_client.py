@@ -48,7 +48,7 @@ from lightning_swarm.core.errors import (
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.model.autocast import capture
-from lightning_swarm.model.fidelity.leftovers import part as split_left
+from lightning_swarm.model.fidelity.leftovers import split_left
 from lightning_swarm.model.partition import CALLS, argument_of, extras_for
 from lightning_swarm.model.random.keyed_stream import key_seed
 from lightning_swarm.network import Message, PeerId

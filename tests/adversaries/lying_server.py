@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from lightning_swarm.model.fidelity.leftovers import join, part, part_inputs
+from lightning_swarm.model.fidelity.leftovers import join, split_inputs, split_left
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.network.transport import BaseTransport
@@ -199,8 +199,8 @@ class _Liar:
         if not call.mode.grad or call.is_probe:
             return result
         codec, generator = stage.codecs.activations, self._adversary.generator(call.seed, 0)
-        inputs = serialization.flatten(decoded(part_inputs(call.inputs)[0], codec, stage.device))[1]
-        output, left = part(result.output)
+        inputs = serialization.flatten(decoded(split_inputs(call.inputs)[0], codec, stage.device))[1]
+        output, left = split_left(result.output)
         said = self._tell(step, stage, codec, output, lambda true: self._attack.output(true, inputs, generator))
         return result if said is output else replace(result, output=join(said, left))
 

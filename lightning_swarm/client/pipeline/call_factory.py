@@ -22,8 +22,7 @@ from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.core.tasks import gather, gather_bounded
-from lightning_swarm.model.fidelity.leftovers import Left
-from lightning_swarm.model.fidelity.leftovers import part as split_left
+from lightning_swarm.model.fidelity.leftovers import Left, split_left
 from lightning_swarm.model.fidelity.module_states import TrainerStates
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import SMALL_BYTES

@@ -43,17 +43,17 @@ def same(value: Any, other: Any) -> bool:
         return False
 
 
-def packed(value: Any) -> Any:
+def pack(value: Any) -> Any:
     """Encode a plain value for the wire, and mark each sequence as tuple or list, because the wire has only lists."""
-    return [type(value) is tuple, *map(packed, value)] if type(value) in _SEQUENCES else value
+    return [type(value) is tuple, *map(pack, value)] if type(value) in _SEQUENCES else value
 
 
-def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Decode a value of `packed`; raise `ProtocolError` for any other value."""
+def unpack(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Decode a value of `pack`; raise `ProtocolError` for any other value."""
     if type(value) is list:
         if depth == 0 or not value or len(value) > _MAX_LENGTH + 1 or type(value[0]) is not bool:
-            raise ProtocolError("a sequence in a module's attribute must name its kind, and be short")
-        items = [unpacked(item, depth - 1) for item in value[1:]]
+            raise ProtocolError("a list for a module's attribute must begin with a bool, True for tuples, and be short")
+        items = [unpack(item, depth - 1) for item in value[1:]]
         return tuple(items) if value[0] else items
     if not is_plain(value):
         raise ProtocolError(f"a module's attribute must be a plain value, got a {type(value).__name__}")
@@ -61,31 +61,32 @@ def unpacked(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 class Comparison:
-    """Compares dicts with wanted values, at least one for each, at the speed of C; identical objects are equal."""
+    """Compares entries of dicts with wanted values, in C because each call does so; identical objects are equal."""
 
-    def __init__(self, dicts: Iterable[Mapping[str, Any]], values: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, dicts: Iterable[Mapping[str, Any]], wanted: Iterable[Mapping[str, Any]]) -> None:
+        """Prepare to compare each dict with its `wanted` entries, of which there must be at least one."""
         self._dicts = list(dicts)
-        self._reads, self._values = [], []
-        for own in values:
-            self._reads.append(itemgetter(*own))  # returns a value, not a tuple, if there is one name
-            self._values.append(tuple(own.values()) if len(own) > 1 else next(iter(own.values())))
+        self._getters, self._values = [], []
+        for entries in wanted:
+            self._getters.append(itemgetter(*entries))  # returns a value, not a tuple, if there is one name
+            self._values.append(tuple(entries.values()) if len(entries) > 1 else next(iter(entries.values())))
 
     def holds(self) -> bool:
         """Return whether all values equal the wanted values."""
         try:
-            return [read(own) for read, own in zip(self._reads, self._dicts, strict=True)] == self._values
+            return [get(values) for get, values in zip(self._getters, self._dicts, strict=True)] == self._values
         except (KeyError, RuntimeError, ValueError, TypeError):  # an entry is gone, or a tensor has replaced it
             return False
 
 
-def kept(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Return a value for later comparison, with copies of containers that may change in place, `depth` levels deep."""
+def copy_containers(value: Any, depth: int = _MAX_DEPTH) -> Any:
+    """Copy the containers in a value, `depth` levels deep, so that later changes in place do not reach the copy."""
     kind = type(value)
     if not depth or kind not in _CONTAINERS:
         return value
     if kind is dict:
-        return {key: kept(item, depth - 1) for key, item in value.items()}
-    return kind(kept(item, depth - 1) for item in value)
+        return {key: copy_containers(item, depth - 1) for key, item in value.items()}
+    return kind(copy_containers(item, depth - 1) for item in value)
 
 
 def is_comparable(value: object) -> bool:

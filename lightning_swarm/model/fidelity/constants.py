@@ -50,7 +50,7 @@ def built_numbers(named: Iterable[Named]) -> dict[str, list[float]]:
 
 
 def differing(own: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return the names of constants that both peers have, with different sketches."""
+    """Return the names of the constants that both peers have but with different sketches."""
     return [
         name
         for name in own.keys() & others.keys()
@@ -63,7 +63,7 @@ def differing(own: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[
 
 
 def _arrays(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors and arrays in an attribute, or in a short list or dict there."""
+    """Yield an attribute's tensor or array, or the first of them in its list or dict."""
     kind = type(value)
     items = value.values() if kind is dict else value if kind in (list, tuple) else (value,)
     for item in islice(items, _MAX_ITEMS):
@@ -74,7 +74,7 @@ def _arrays(value: Any) -> Iterator[Tensor]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers in a plain attribute that may be random."""
+    """Return the numbers in a plain attribute if they may be random; see above."""
     if type(value) in (list, tuple):
         numbers = [float(item) for item in islice(value, _MAX_ITEMS) if type(item) in (int, float)]
         return numbers if len(numbers) > 1 else []

@@ -10,25 +10,25 @@ from typing import Any
 
 
 # Below, `counterparts` maps the `id` of an object to its replacement; copies are added to it.
-def copied(value: Any, counterparts: dict[int, Any]) -> Any:
+def copy_value(value: Any, counterparts: dict[int, Any]) -> Any:
     """Copy a value with the objects that it refers to; return the value itself if it cannot be copied."""
     if isinstance(value, FunctionType):
-        return _rebound(value, counterparts)
-    attempt: ChainMap[int, Any] = ChainMap({}, counterparts)  # drops parts that were copied before a failure
+        return _rebind(value, counterparts)
+    memo: ChainMap[int, Any] = ChainMap({}, counterparts)  # a failed copy leaves `counterparts` unchanged
     try:
-        made = copy.deepcopy(value, attempt)  # type: ignore[arg-type]  # it needs `get` and items only
+        result = copy.deepcopy(value, memo)  # type: ignore[arg-type]  # deepcopy only gets and sets items
     except Exception:  # noqa: BLE001 - locks, tensors of a graph and the like raise different errors
         return value
-    counterparts.update(attempt.maps[0])
-    return made
+    counterparts.update(memo.maps[0])
+    return result
 
 
-def copied_hooks(register: Any, counterparts: dict[int, Any]) -> Any:
+def copy_hooks(register: Any, counterparts: dict[int, Any]) -> Any:
     """Copy a register of hooks; hooks of objects without counterparts stay shared, with the data that they collect."""
-    made = register.copy()
+    result = register.copy()
     for key, hook in register.items() if isinstance(register, dict) else ():
-        made[key] = _counterpart(hook, counterparts)
-    return made
+        result[key] = _counterpart(hook, counterparts)
+    return result
 
 
 def _counterpart(value: Any, counterparts: dict[int, Any]) -> Any:
@@ -37,11 +37,11 @@ def _counterpart(value: Any, counterparts: dict[int, Any]) -> Any:
         return counterparts[id(value)]
     owner = getattr(value, "__self__", None)
     if isinstance(value, functools.partial | FunctionType) or (owner is not None and id(owner) in counterparts):
-        return copied(value, counterparts)
+        return copy_value(value, counterparts)
     return value
 
 
-def _rebound(function: FunctionType, counterparts: dict[int, Any]) -> FunctionType:
+def _rebind(function: FunctionType, counterparts: dict[int, Any]) -> FunctionType:
     """Copy a function so that its closure refers to counterparts; other objects stay shared with the original."""
     counterparts[id(function)] = function  # it may refer to itself
     cells = []
@@ -53,8 +53,10 @@ def _rebound(function: FunctionType, counterparts: dict[int, Any]) -> FunctionTy
             cells.append(cell)
     if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
         return function
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
-    made.__kwdefaults__ = function.__kwdefaults__
-    vars(made).update(vars(function))
-    counterparts[id(function)] = made
-    return made
+    copied = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    vars(copied).update(vars(function))
+    counterparts[id(function)] = copied
+    return copied

@@ -29,18 +29,18 @@ HOOKS: Final = "hooks on modules"
 """Key of the description of a trainer's hooks in the extras. No argument has this name."""
 
 OBSERVED: Final = "observed calls"
-"""Stands for an attribute's name among the values that a forward left, for the recorded calls of a module."""
+"""Key of a module's recorded calls, in place of an attribute's name, among the values that a forward left."""
 
 _NOT_USERS: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm")
-_STORING: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
-"""Names that store something, whatever the object is, because code does not call such methods of tensors."""
+_STORING_NAMES: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
+"""Names of methods and functions that store something, whatever the object is, because tensors have none of them."""
 _CONTAINERS: Final = (set, dict, list, deque, queue.Queue, queue.SimpleQueue, logging.Logger)
-_OF_CONTAINERS: Final = {
+_CONTAINER_METHODS: Final = {
     *("add", "discard", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "put", "put_nowait"),
     *("log", "debug", "info", "warning", "error", "exception", "critical"),
 }
-"""Methods of `_CONTAINERS` that store or log. Tensors have some of these names, so the object must be a container."""
-_CAPTURING: Final = "transformers.utils.output_capturing"
+"""Methods of `_CONTAINERS` that store or log. Tensors have methods of some of these names, too."""
+_CAPTURE_MODULE: Final = "transformers.utils.output_capturing"
 _REMEDY: Final = "Instead of the hook, let the block return the value that the hook is needed for."
 
 
@@ -49,8 +49,8 @@ def is_users(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     module_name = getattr(hook, "__module__", None) or type(hook).__module__
-    if module_name == _CAPTURING:
-        # The first call that asks for hidden states or the like leaves such hooks on the model for good.
+    if module_name == _CAPTURE_MODULE:
+        # transformers registers these hooks in the first call that returns hidden states, and never removes them.
         return bool(sys.modules[module_name]._active_collector.get())
     return not is_in_packages(_NOT_USERS, module_name)
 
@@ -70,58 +70,60 @@ def observes(hook: Any) -> bool:
     returns_value = any(
         after.opname == "RETURN_VALUE" and (before.opname, before.argval) != ("LOAD_CONST", None)
         for before, after in pairs
-    ) or any(one.opname == "RETURN_CONST" and one.argval is not None for one in code)
-    keeps = any(one.opname in ("STORE_ATTR", "STORE_GLOBAL") for one in code)
+    ) or any(instruction.opname == "RETURN_CONST" and instruction.argval is not None for instruction in code)
+    stores = any(instruction.opname in ("STORE_ATTR", "STORE_GLOBAL") for instruction in code)
     return (
         not returns_value
-        or keeps
-        or not _STORING.isdisjoint(function.__code__.co_names)
+        or stores
+        or not _STORING_NAMES.isdisjoint(function.__code__.co_names)
         or _stores_or_logs(hook, function, code)
     )
 
 
 def _stores_or_logs(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -> bool:
-    """Return whether a hook is a lambda that prints, or calls a method in `_OF_CONTAINERS` of a container or logger."""
+    """Return whether a hook is a lambda that prints, or calls one of `_CONTAINER_METHODS` of a container or logger."""
     found = inspect.getclosurevars(function)
     known = {**found.builtins, **found.globals, **found.nonlocals}
     owner = getattr(hook, "__self__", None)
     if owner is not None:
         known[function.__code__.co_varnames[0]] = owner
-    at: Any = None  # the object that the last instruction loaded, if it is known without running the code
-    for one in code:
-        if one.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")):
-            at = known.get(one.argval)
-            if at is print and function.__name__ == "<lambda>":
+    loaded: Any = None  # the object that the last instruction loaded, if it is known without running the code
+    for instruction in code:
+        if instruction.opname.startswith(("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")):
+            loaded = known.get(instruction.argval)
+            if loaded is print and function.__name__ == "<lambda>":
                 return True
-        elif one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            if isinstance(at, _CONTAINERS) and one.argval in _OF_CONTAINERS:
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if isinstance(loaded, _CONTAINERS) and instruction.argval in _CONTAINER_METHODS:
                 return True
-            at = inspect.getattr_static(at, one.argval, None)
-            at = None if isinstance(at, property) else at
-        elif one.opname not in ("PUSH_NULL", "CACHE", "PRECALL"):
-            at = None
+            loaded = inspect.getattr_static(loaded, instruction.argval, None)
+            loaded = None if isinstance(loaded, property) else loaded
+        elif instruction.opname not in ("PUSH_NULL", "CACHE", "PRECALL"):
+            loaded = None
     return False
 
 
-def _of_user(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
+def _user_hooks(hooks: Mapping[int, Any]) -> list[tuple[int, Any]]:
     """Return the users' hooks among a module's hooks, with their keys."""
     return [(key, hook) for key, hook in hooks.items() if is_users(hook)] if hooks else []
 
 
 def check_global() -> None:
-    """Refuse hooks on the modules of the whole process."""
+    """Refuse users' hooks that torch calls for all modules of the process."""
     for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
-        for _, hook in _of_user(hooks):
+        for _, hook in _user_hooks(hooks):
             raise ConfigError(
                 "hooks must be registered on single modules, because other peers do not have a process's global "
-                f"hooks; got {_name(hook)}, registered by `register_module_forward_hook` or the like. Register it on "
-                "modules."
+                f"hooks; got {_name(hook)}, registered by a function such as `register_module_forward_hook`. Register "
+                "it on modules."
             )
 
 
 def user_hooks(module: nn.Module) -> list[str]:
-    """Return the names of the forward hooks of users on a module."""
-    return [_name(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for _, hook in _of_user(hooks)]
+    """Return the names of users' forward hooks on a module."""
+    return [
+        _name(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for _, hook in _user_hooks(hooks)
+    ]
 
 
 def describe(named: Iterable[Named]) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def _hooked(named: Iterable[Named]) -> list[Named]:
 def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
     """Return the observing forward hooks, and the observing hooks before the forward."""
     forward, before = (
-        [(key, hook) for key, hook in _of_user(hooks) if observes(hook)]
+        [(key, hook) for key, hook in _user_hooks(hooks) if observes(hook)]
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
     )
     return forward, before
@@ -158,7 +160,7 @@ def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int
 def _check_order(name: str, module: nn.Module) -> None:
     """Refuse an observing hook before a changing one, because servers record values after all hooks."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        own = [hook for _, hook in _of_user(hooks)]
+        own = [hook for _, hook in _user_hooks(hooks)]
         for first, then in itertools.pairwise(own):
             if observes(first) and not observes(then):
                 raise ConfigError(
@@ -170,23 +172,25 @@ def _check_order(name: str, module: nn.Module) -> None:
 def _num_changing(module: nn.Module) -> int:
     """Return the number of users' hooks that change values or gradients."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return sum(not observes(hook) for own in hooks for _, hook in _of_user(own))
+    return sum(not observes(hook) for own in hooks for _, hook in _user_hooks(own))
 
 
 def _check_backward(name: str, module: nn.Module) -> None:
     """Refuse backward hooks that observe."""
     for hooks in (module._backward_hooks, module._backward_pre_hooks):
-        for _, hook in _of_user(hooks):
+        for _, hook in _user_hooks(hooks):
             if observes(hook):
                 raise ConfigError(
-                    "the gradients within blocks are on other peers, where no hook of the trainer can observe them: "
-                    f"got {_name(hook)} as a backward hook of {name!r}. Register a hook on the pipeline's input or "
-                    "output."
+                    "backward hooks in blocks must not observe gradients, which are on other peers: got "
+                    f"{_name(hook)} as a backward hook of {name!r}. Register a hook on the pipeline's input or output."
                 )
 
 
 def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> None:
-    """Call observing hooks for their modules' calls on servers, merged from microbatches, in the order of execution."""
+    """Call observing hooks with the calls of their modules on servers, in the order of execution.
+
+    `observed` has names, modules and calls in the form of `recording`, merged from microbatches.
+    """
     events: list[tuple[Sequence[int], Any, tuple[Any, ...]]] = []
     for name, module, calls in observed:
         forward, before = _observing(module)
@@ -197,8 +201,8 @@ def call_observing(observed: Iterable[tuple[str, nn.Module, Sequence[Any]]]) -> 
         for args, output, began, ended in calls:
             events += [(began, hook, (module, args)) for _, hook in before]
             events += [(ended, hook, (module, args, output)) for _, hook in forward]
-    for _, hook, given in sorted(events, key=operator.itemgetter(0)):
-        if hook(*given) is not None:
+    for _, hook, arguments in sorted(events, key=operator.itemgetter(0)):
+        if hook(*arguments) is not None:
             raise ConfigError(f"a hook may observe or change a value, not both: got {_name(hook)}. {_REMEDY}")
 
 
@@ -217,22 +221,22 @@ def recording(modules: Mapping[str, nn.Module], description: Any, stage: int) ->
     if own != changing:
         names = sorted(name for name in own.keys() | changing.keys() if own.get(name) != changing.get(name))
         raise ConfigError(
-            f"a hook that changes a value must be on every peer's module: {names[:5]} have other such hooks on the "
-            "trainer than on a server. Register it in `__init__` or `configure_model`, for the whole run."
+            f"a hook that changes a value must be on every peer's module, but the trainer and a server have different "
+            f"hooks on {names[:5]}. Register it in `__init__` or `configure_model`, for the whole run."
         )
     order: list[str] = []
     recorders = {name: _Recorder(name, stage, order, before=before) for name, before in observed.items()}
     with contextlib.ExitStack() as stack:
         for name in [name for name in modules if name in observed or name in hooked]:
             if name in observed or user_hooks(modules[name]):
-                stack.enter_context(_replaced(modules[name], recorders.get(name)))
+                stack.enter_context(_without_observing(modules[name], recorders.get(name)))
         yield {name: recorder.calls for name, recorder in recorders.items()}
     for recorder in recorders.values():
         recorder.check()
 
 
 def _checked(description: Any, modules: Mapping[str, nn.Module]) -> tuple[dict[str, bool], dict[str, int]]:
-    """Return both parts of a description that came with a call; raise `ProtocolError` if it is malformed."""
+    """Return the observed modules and the numbers of changing hooks in a call's description, after checking it."""
     if description is None:
         return {}, {}
     observed, changing = (
@@ -254,43 +258,43 @@ class _Recorder:
         self._order = order  # names of modules, one for each begin or end of a call in the stage
         self._before = before  # a hook observes arguments before the forward
         self._open: list[list[int]] = []  # begins of calls that have not ended
-        self._versions: list[tuple[Tensor, int]] = []  # observed tensors, and their versions then
+        self._versions: list[tuple[Tensor, int]] = []  # observed tensors and their versions at that time
 
     def begin(self, _: nn.Module, args: Any) -> None:
         """Record the begin of a call, after all hooks before the forward."""
         self._open.append(self._now())
         if self._before:
-            self._note(args)
+            self._record_versions(args)
 
     def end(self, _: nn.Module, args: Any, output: Any) -> None:
         """Record the end of a call, after all forward hooks."""
         self.calls.append([args, output, self._open.pop(), self._now()])
-        self._note([args, output])
+        self._record_versions([args, output])
 
     def _now(self) -> list[int]:
         """Count a begin or end of a call; return the stage and the count, which order all calls."""
         self._order.append(self._name)
         return [self._stage, len(self._order)]
 
-    def _note(self, value: Any) -> None:
+    def _record_versions(self, value: Any) -> None:
         """Record the tensors in a value with their versions, which writes in place raise."""
-        self._versions.extend((one, one._version) for one in tree_leaves(value) if isinstance(one, Tensor))
+        self._versions.extend((leaf, leaf._version) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
     def check(self) -> None:
         """Refuse values that were written later, because a hook may use them before or after the write."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise ConfigError(
                 "values that a hook in blocks observes must not be overwritten: the hook or a later layer overwrites "
-                f"an argument or the output of {self._name!r} in place. Leave `inplace=True` out there. {_REMEDY}"
+                f"an argument or the output of {self._name!r} in place. Leave out its `inplace=True`. {_REMEDY}"
             )
 
 
-def _replaced(module: nn.Module, recorder: _Recorder | None) -> contextlib.AbstractContextManager[None]:
+def _without_observing(module: nn.Module, recorder: _Recorder | None) -> contextlib.AbstractContextManager[None]:
     """Return a context without a module's observing hooks, in which its calls are recorded if there is a recorder."""
     own = module._forward_hooks, module._forward_pre_hooks
     forward, before = ({key for key, _ in hooks} for hooks in _observing(module))
     hooks: OrderedDict[int, Any] = OrderedDict(
-        (key, _returning_always(hook) if is_users(hook) and key not in module._forward_hooks_with_kwargs else hook)
+        (key, _must_return(hook) if is_users(hook) and key not in module._forward_hooks_with_kwargs else hook)
         for key, hook in own[0].items()
         if key not in forward
     )
@@ -300,15 +304,15 @@ def _replaced(module: nn.Module, recorder: _Recorder | None) -> contextlib.Abstr
     return changed(module, _forward_hooks=hooks, _forward_pre_hooks=pre_hooks)
 
 
-def _returning_always(hook: Any) -> Any:
-    """Wrap a forward hook that changes values: raise an error if it returns None, so that it only observes."""
+def _must_return(hook: Any) -> Any:
+    """Wrap a forward hook that changes values, to raise an error if it returns None, as an observing hook does."""
 
     def checked(*args: Any) -> Any:
         result = hook(*args)
         if result is None:
             raise ConfigError(
-                f"a forward hook in a block must return a value in all calls or in none: {_name(hook)}, which can "
-                f"return one, returned None. Leave its `return` out, or return the output. {_REMEDY}"
+                f"a forward hook in a block must return a value in all calls or in none: {_name(hook)} can return a "
+                f"value, but returned None. Leave its `return` out, or return the output. {_REMEDY}"
             )
         return result
 

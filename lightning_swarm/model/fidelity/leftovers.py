@@ -21,8 +21,8 @@ OUTPUT: Final = "output"
 _DIFFERENTIABLE: Final = "left with a gradient"
 _OTHERS: Final = "left without a gradient"
 _REFUSED: Final = "left and not sent"
-_IN_OUTPUT: Final = "is the output"  # stands for a module's name, with the result of `note_aliases`
-_CONTAINERS_AT: Final = -1  # stands for the index of a list or dict
+_ALIASES: Final = "is the output"  # key of the result of `note_aliases`, in place of a module's name
+_CONTAINERS_INDEX: Final = -1  # in place of a tensor's index, for lists and dicts
 _KEYS: Final = {OUTPUT, _DIFFERENTIABLE, _OTHERS, _REFUSED}
 
 TORCH_ATTRIBUTES: Final = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
@@ -32,7 +32,7 @@ _CONTAINERS: Final = (list, dict, set)
 
 Values: TypeAlias = dict[str, dict[str, Tree]]  # values by the names of modules and attributes
 
-_Absent: Final = object()
+_ABSENT: Final = object()
 
 
 @dataclass
@@ -41,46 +41,46 @@ class Left:
 
     differentiable: Values = field(default_factory=dict)  # with a tensor that requires a gradient
     others: Values = field(default_factory=dict)
-    refused: dict[str, dict[str, str]] = field(default_factory=dict)  # the types of values that cannot travel
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)  # names of the types of values that cannot travel
 
     def __bool__(self) -> bool:
         """Return whether any value was left."""
         return bool(self.differentiable or self.others or self.refused)
 
-    def note_aliases(self, output: Tree, visible: Iterable[tuple[str, Tensor]]) -> None:
+    def note_aliases(self, output: Tree, arguments: Iterable[tuple[str, Tensor]]) -> None:
         """Record which parts of the output share memory with other values, because the next stage may write into them.
 
-        Other values are the `visible` tensors, each with a description, values left on modules, and other parts of the
-        output.
+        Other values are tensors of the `arguments`, each with a description, values left on modules, and other parts
+        of the output.
         """
         tensors = serialization.flatten(output)[1]
-        held = {id(one) for _, one in containers(output)}
+        output_containers = {id(container) for _, container in containers(output)}
         found: dict[int, list[str]] = {
-            index: [what for what, other in visible if overlap(one, other)] for index, one in enumerate(tensors)
+            index: [name for name, other in arguments if overlap(tensor, other)] for index, tensor in enumerate(tensors)
         }
-        for (index, one), (_, other) in itertools.permutations(enumerate(tensors), 2):
-            if overlap(one, other):
+        for (index, tensor), (_, other) in itertools.permutations(enumerate(tensors), 2):
+            if overlap(tensor, other):
                 found[index].append("another part of its output")
-        for what, value in self._named():
-            if any(id(one) in held for _, one in containers(value)):
-                found.setdefault(_CONTAINERS_AT, []).append(what)
-            for index, one in enumerate(tensors):
-                if any(overlap(one, other) for other in serialization.flatten(value)[1]):
-                    found[index].append(what)
+        for name, value in self._described():
+            if any(id(container) in output_containers for _, container in containers(value)):
+                found.setdefault(_CONTAINERS_INDEX, []).append(name)
+            for index, tensor in enumerate(tensors):
+                if any(overlap(tensor, other) for other in serialization.flatten(value)[1]):
+                    found[index].append(name)
         if any(found.values()):
-            self.others[_IN_OUTPUT] = {str(index): names for index, names in found.items() if names}
+            self.others[_ALIASES] = {str(index): names for index, names in found.items() if names}
 
-    def _named(self) -> Iterator[tuple[str, Tree]]:
+    def _described(self) -> Iterator[tuple[str, Tree]]:
         for values in (self.differentiable, self.others):
             for module, own in values.items():
                 for attribute, value in own.items():
                     yield f"`{attribute}` of {module!r}", value
 
     def take_aliases(self) -> dict[int, list[str]]:
-        """Remove and return the result of `note_aliases`, by the tensors' indices; lists and dicts are at -1."""
-        found = self.others.pop(_IN_OUTPUT, {})
+        """Remove and return the result of `note_aliases`: names by the tensors' indices; -1 for lists and dicts."""
+        found = self.others.pop(_ALIASES, {})
         if not all(index.removeprefix("-").isdecimal() and isinstance(names, list) for index, names in found.items()):
-            raise ProtocolError("what others see of an output must be named by the indices of its tensors")
+            raise ProtocolError("the aliases of an output must be lists of names by the indices of its tensors")
         return {int(index): list(map(str, names)) for index, names in found.items()}
 
     def drop(self, module: str, attribute: str) -> None:
@@ -109,22 +109,22 @@ def join(output: Tree, left: Left) -> Tree:
     return {OUTPUT: output, **parts}
 
 
-def part(tree: Tree) -> tuple[Tree, Left]:
+def split_left(tree: Tree) -> tuple[Tree, Left]:
     """Invert `join`; refuse malformed values."""
     if type(tree) is not dict or tree.keys() != _KEYS:
         return tree, Left()
     parts = [tree[key] for key in (_DIFFERENTIABLE, _OTHERS, _REFUSED)]
     if not all(isinstance(values, dict) and all(isinstance(own, dict) for own in values.values()) for values in parts):
-        raise ProtocolError("what forwards left must be named by modules and attributes, got something else")
+        raise ProtocolError("values left on modules must be dicts by module and attribute, got something else")
     copies = [{module: dict(own) for module, own in values.items()} for values in parts]
     return tree[OUTPUT], Left(*copies)
 
 
-def part_inputs(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Left]:
+def split_inputs(inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Left]:
     """Split a stage's inputs into the output of the stage before and the values left so far."""
     if len(inputs) != 1:
         return inputs, Left()
-    output, left = part(inputs[0])
+    output, left = split_left(inputs[0])
     return (output,), left
 
 
@@ -149,28 +149,30 @@ class ForwardWatch:
     """Finds which attributes of a stage's modules a forward sets."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], around: Iterable[tuple[str, nn.Module]] = ()) -> None:
-        """Watch `modules`, and in close looks the modules `around` the pipeline."""
+        """Watch `modules`; snapshots with contents also include the modules `around` the pipeline."""
         inside = list({id(module): (name, module) for name, module in modules}.values())
         self._names = [name for name, _ in inside] + [name for name, _ in around]
         self._modules = [module for _, module in inside] + [module for _, module in around]
         self._num_inside = len(inside)
-        self._ignored = [_of_torch(module) for module in self._modules]
+        self._ignored = [_torch_attributes(module) for module in self._modules]
         self._known: set[tuple[int, str]] = set()  # attributes (module's index, name) that each forward sets anew
         self._constants: set[tuple[int, str]] = set()  # attributes that each forward sets to equal constants
-        self._looked: set[object] = set()  # kinds of forwards
+        self._seen_kinds: set[object] = set()  # kinds of forwards
 
     def is_first(self, kind: object) -> bool:
-        """Return whether no forward of this kind was looked at before."""
-        is_first = kind not in self._looked
-        self._looked.add(kind)
+        """Return whether this is the first forward of its kind."""
+        is_first = kind not in self._seen_kinds
+        self._seen_kinds.add(kind)
         return is_first
 
-    def snapshot(self, *, closely: bool = False) -> _Snapshot:
-        """Record the attributes; in a close look also the contents of containers, and the modules around the stage."""
-        modules = self._modules if closely else self._modules[: self._num_inside]
-        states = [_state(module) for module in modules]
-        contents = [{k: _content(v) for k, v in s.items() if type(v) in _CONTAINERS} for s in states] if closely else []
-        return _Snapshot(states, contents)
+    def snapshot(self, *, with_contents: bool = False) -> _Snapshot:
+        """Record the attributes; `with_contents` also those of modules around the stage, and containers' contents."""
+        states = [_state(module) for module in (self._modules if with_contents else self._modules[: self._num_inside])]
+        if not with_contents:
+            return _Snapshot(states, [])
+        return _Snapshot(
+            states, [{k: _content(v) for k, v in state.items() if type(v) in _CONTAINERS} for state in states]
+        )
 
     def changes(self, before: _Snapshot) -> Changes:
         """Return the changes since a snapshot."""
@@ -183,7 +185,7 @@ class ForwardWatch:
             now = own.copy()
             contents = before.contents[index] if before.contents else {}
             for key, value in now.items():
-                old = state.get(key, _Absent)
+                old = state.get(key, _ABSENT)
                 if key in self._ignored[index] or (old is value and key not in contents):
                     continue
                 if old is value:
@@ -195,14 +197,14 @@ class ForwardWatch:
         return found
 
     def has_new_changes(self, changes: Changes) -> bool:
-        """Return whether attributes changed that are not learned yet."""
+        """Return whether attributes changed that `learn` has not classified yet."""
         return not changes.keys() <= self._known | self._constants
 
     def learn(self, first: Changes, second: Changes, *, same_output: bool) -> None:
-        """Learn from two successive forwards of the same input which values each forward leaves.
+        """Find, from two successive forwards of the same input, the values that each forward leaves.
 
-        Values that the second forward did not set again are a cache, and stay. Values that depend on an earlier forward
-        are refused.
+        Values that the second forward did not set again are a cache, and stay on the modules. Values that depend on an
+        earlier forward are refused.
         """
         both = [key for key in first if key in second and key not in self._known]
         once = [(key, change.after) for key, change in first.items() if key not in second and key[0] < self._num_inside]
@@ -212,9 +214,9 @@ class ForwardWatch:
             if index >= self._num_inside or name in self._modules[index]._buffers or second[key].in_place:
                 self._refuse([key], "changed")
             if not same_trees(first[key].after, second[key].after):
-                self._refuse([key], "goes on from what an earlier forward left in")
+                self._refuse([key], "continues from the earlier forward's value of")
         if both and not same_output:
-            self._refuse(both, "computes with what an earlier forward left in")
+            self._refuse(both, "computes with the earlier forward's value of")
         self._known.update(both)
 
     def take(self, changes: Changes, left: Left) -> None:
@@ -223,7 +225,7 @@ class ForwardWatch:
             if (index, name) not in self._known:
                 continue
             left.add(self._names[index], name, change.after)
-            self._put_back(index, name, change.before)
+            self._restore(index, name, change.before)
         for index, name in sorted(self._constants - self._known):
             left.add(self._names[index], name, vars(self._modules[index]).get(name))
 
@@ -231,20 +233,20 @@ class ForwardWatch:
         """Restore all attributes that a forward set, except buffers."""
         for (index, name), change in changes.items():
             if name not in self._modules[index]._buffers:
-                self._put_back(index, name, change.before)
+                self._restore(index, name, change.before)
 
-    def _put_back(self, index: int, name: str, value: Any) -> None:
+    def _restore(self, index: int, name: str, value: Any) -> None:
         attributes = vars(self._modules[index])
-        if value is _Absent:
+        if value is _ABSENT:
             attributes.pop(name, None)
         else:
             attributes[name] = value
 
-    def _refuse(self, keys: Iterable[tuple[int, str]], what: str) -> None:
+    def _refuse(self, keys: Iterable[tuple[int, str]], fault: str) -> None:
         names = [f"`{name}` of {self._names[index] or 'the model'!r}" for index, name in keys]
         raise ConfigError(
             "a forward may store new tensors in attributes of its blocks, but no state for the next forward, which "
-            f"may run on another peer; a block {what} {few(names)} in its forward. Return the value from the block, "
+            f"may run on another peer; a block {fault} {few(names)} in its forward. Return the value from the block, "
             "or keep it in `training_step`."
         )
 
@@ -252,7 +254,7 @@ class ForwardWatch:
 @dataclass(frozen=True)
 class _Snapshot:
     states: list[dict[str, Any]]
-    contents: list[dict[str, Any]]  # attribute -> contents of a container, in a close look
+    contents: list[dict[str, Any]]  # attribute -> contents of its container; empty without contents
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
@@ -260,8 +262,8 @@ def _state(module: nn.Module) -> dict[str, Any]:
     return {**own, **module._buffers} if module._buffers else own.copy()
 
 
-def _of_torch(module: nn.Module) -> frozenset[str]:
-    """Return the names of attributes that are torch's own, or weights that torch's hooks compute."""
+def _torch_attributes(module: nn.Module) -> frozenset[str]:
+    """Return the names of attributes that torch sets: its own, and weights that its hooks compute."""
     hooks = module._forward_pre_hooks.values()
     names = {getattr(hook, "name", "") for hook in hooks if type(hook).__module__.startswith("torch.nn.utils")}
     names |= {name for name in vars(module) if name.startswith("__")}
@@ -287,14 +289,14 @@ def _plain(value: Any) -> Any:
 
 
 def _equal_constants(one: Any, other: Any) -> bool:
-    """Return whether both are equal and without tensors, so that setting the attribute changed nothing."""
+    """Return whether both are equal and contain no tensors, so that setting the attribute changed nothing."""
     if type(one) is not type(other) or isinstance(one, Tensor):
         return False
     return _is_constant(one) and _is_constant(other) and bool(one == other)
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Return how far the same numbers of a dtype may differ when they are computed in another order."""
+    """Return the relative tolerance for results of a dtype that were computed in another order."""
     return float(torch.finfo(dtype).eps) ** 0.6 if dtype.is_floating_point or dtype.is_complex else 0.0
 
 

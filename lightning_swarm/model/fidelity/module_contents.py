@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lightning_swarm.core.module_names import is_in_packages
-from lightning_swarm.model.fidelity.attribute_values import Comparison, is_comparable, kept, same
+from lightning_swarm.model.fidelity.attribute_values import Comparison, copy_containers, is_comparable, same
 from lightning_swarm.model.fidelity.code_reads import NAMESPACES, is_users
 
 _FEW_BYTES: Final = 512  # largest tensors and arrays whose values are compared, too
@@ -24,7 +24,7 @@ _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm
 
 @dataclass(frozen=True)
 class _Held:
-    """The tensor or settings in an attribute, with the first state."""
+    """The tensor or settings in an attribute, with their first state."""
 
     title: str  # the module's name in messages
     name: str  # the attribute's name
@@ -44,10 +44,10 @@ class Contents:
             if (first := _array_state(value)) is not None
         ]
         self._objects: list[_Held] = []
-        for title, name, settings in (one for item in found for one in _nested(*item)):
+        for title, name, settings in (nested for item in found for nested in _nested(*item)):
             # Settings that are None or empty at first may be filled in when a model runs.
             first = {
-                key: kept(item)
+                key: copy_containers(item)
                 for key, item in settings.items()
                 if str(key)[:1] != "_" and is_comparable(item) and item not in _UNSET
             }
@@ -69,12 +69,12 @@ class Contents:
 
 
 def _array_state(value: Any) -> Any:
-    """Return a value that shows changes: a tensor's version, and the contents of a small tensor or array; else None."""
+    """Return a tensor's version, and the contents of a small tensor or array, to see changes; None for other values."""
     if isinstance(value, Tensor):
         if type(value) is not Tensor or value.is_inference():
             return None
-        few = value.nbytes <= _FEW_BYTES and value.device.type == "cpu" and not value.is_sparse
-        return value._version, value.detach().resolve_conj().flatten().tolist().__repr__() if few else None
+        is_small = value.nbytes <= _FEW_BYTES and value.device.type == "cpu" and not value.is_sparse
+        return value._version, repr(value.detach().resolve_conj().flatten().tolist()) if is_small else None
     is_array = type(value).__module__ == "numpy" and getattr(value, "nbytes", _FEW_BYTES + 1) <= _FEW_BYTES
     return value.tobytes() if is_array else None
 

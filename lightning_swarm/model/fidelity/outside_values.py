@@ -1,6 +1,6 @@
 """Refuses changes of values that blocks read outside of their arguments and modules: globals, closures and objects.
 
-Other peers have their own values there and would not see a change.
+Each peer has its own globals, closures and objects, and would not see a change on another peer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.fidelity import code_reads
-from lightning_swarm.model.fidelity.attribute_values import Comparison, is_comparable, kept
+from lightning_swarm.model.fidelity.attribute_values import Comparison, copy_containers, is_comparable
 from lightning_swarm.model.fidelity.code_reads import NAMESPACES, Cells, Reads
 from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 from lightning_swarm.model.fidelity.module_contents import NO_SETTINGS
 
-_OF_TRAINER: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
+_TRAINER_ATTRIBUTES: Final = (
+    "trainer",
+    "current_epoch",
+    "global_step",
+    "global_rank",
+    "local_rank",
+    "logger",
+    "fabric",
+)
 _HOLDERS: Final = (list, tuple, dict, set)
 _MAX_DEPTH: Final = 3  # nesting of objects
 
@@ -31,7 +39,7 @@ class _Source:
     """Values that a block's code reads in one place, by name, with their first values."""
 
     title: str  # the module whose code reads them
-    place: str  # what is read there, for messages
+    place: str  # description of the place, for messages
     values: Any  # a mapping with the present values
     first: dict[str, Any]
 
@@ -53,12 +61,15 @@ class _Block:
         functions = code_reads.functions_of(module)
         found = [code_reads.reads(function.__code__) for function in functions]
         names, modes_of = (
-            frozenset[str]().union(*(getattr(one, name) for one in found)) for name in ("attributes", "modes_of")
+            frozenset[str]().union(*(getattr(reads, name) for reads in found)) for name in ("attributes", "modes_of")
         )
         return cls(title, module, functions, names, modes_of, held)
 
-    def read_of(self, value: Any) -> set[str]:
-        """Return the names that the code may read of an object outside the module, without the module's own names."""
+    def names_read_from(self, value: Any) -> set[str]:
+        """Return the attributes that the code may read from an object outside the module.
+
+        Names of the module's own attributes are left out, because the code most likely reads these from the module.
+        """
         module = self.module
         own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *TORCH_ATTRIBUTES}
         names = self.names - own
@@ -69,10 +80,10 @@ class _Block:
 
 
 class OutsideValues:
-    """Detects changes of values that the code of a stage's modules reads elsewhere."""
+    """Detects changes of values that the code of a stage's modules reads from outside of the modules."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Record the values, by the modules' titles; refuse weights that other peers cannot have."""
+        """Record the values that titled modules read; refuse weights that other peers cannot have."""
         titles = {id(module): (title, module) for title, module in modules}
         tensors = (t for _, m in titles.values() for t in (*m._parameters.values(), *m._buffers.values()))
         held = {*titles, *map(id, tensors)}
@@ -84,17 +95,18 @@ class OutsideValues:
                 # Blocks may read the same values, which are compared once, for the first of the blocks.
                 found.setdefault((id(source.values), ",".join(sorted(map(str, source.first)))), source)
         self._sources = [source for source in found.values() if source.first]
-        self._comparison = Comparison([one.values for one in self._sources], [one.first for one in self._sources])
+        self._comparison = Comparison([s.values for s in self._sources], [s.first for s in self._sources])
 
     def check(self) -> None:
         """Raise `ConfigError` if a value has changed."""
         if self._comparison.holds():
             return
-        for one in self._sources:
-            for name, first in one.first.items():
-                if not Comparison([one.values], [{name: first}]).holds():
-                    own = "Read the block's own." if name == "training" else "Keep it as an attribute of the block."
-                    _refuse(one.title, name, one.place, own)
+        for source in self._sources:
+            for name, first in source.first.items():
+                if not Comparison([source.values], [{name: first}]).holds():
+                    is_mode = name == "training"
+                    remedy = "Read the block's own mode." if is_mode else "Keep it as an attribute of the block."
+                    _refuse(source.title, name, source.place, remedy)
 
 
 def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
@@ -117,12 +129,12 @@ def _sources(block: _Block) -> Iterator[_Source]:
             for item in _referred(value):
                 # `Contents` watches the settings of an object that an attribute holds itself.
                 if item is not value or isinstance(value, NO_SETTINGS):
-                    yield from _of_object(block, item, block.read_of(item))
-    for function, one in zip(block.functions, read, strict=True):
-        yield from _of_function(block, function, one)
+                    yield from _object_sources(block, item, block.names_read_from(item))
+    for function, own in zip(block.functions, read, strict=True):
+        yield from _function_sources(block, function, own)
 
 
-def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
+def _function_sources(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
     """Yield the globals, closure variables and defaults that a function reads."""
     own, cells = function.__globals__, code_reads.cells_of(function)
     globals_ = {name: own[name] for name in read.globals if name in own and _is_watched(own[name], read)}
@@ -137,7 +149,7 @@ def _of_function(block: _Block, function: FunctionType, read: Reads) -> Iterator
         if type(value) is dict and not is_comparable(value):
             yield _Source(block.title, f"an entry of `{name}`", value, _plain(value))
         for item in _referred(value):
-            yield from _of_object(block, item, block.read_of(item))
+            yield from _object_sources(block, item, block.names_read_from(item))
 
 
 def _is_watched(value: Any, read: Reads) -> bool:
@@ -145,8 +157,8 @@ def _is_watched(value: Any, read: Reads) -> bool:
     return not (read.changes_containers and isinstance(value, _HOLDERS))
 
 
-def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
-    """Yield the attributes with these names of an object outside the block, because the block's code may read them."""
+def _object_sources(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
+    """Yield an outside object's attributes of these names, because the block's code may read them."""
     own = _attributes(block, value)
     if not own:
         return
@@ -162,7 +174,7 @@ def _of_object(block: _Block, value: Any, names: Collection[str], depth: int = _
         if isinstance(item, dict) and not is_comparable(item):
             yield _Source(block.title, f"an entry of `{name}`", item, _plain(item))
         elif not isinstance(item, nn.Module):
-            yield from _of_object(block, item, names, depth - 1)
+            yield from _object_sources(block, item, names, depth - 1)
 
 
 def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
@@ -179,11 +191,11 @@ def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
     """Refuse reads of an outside module's tensors, and of trainer attributes, which exist only on the trainer."""
     tensors = [name for name in {**value._parameters, **value._buffers} if name in names]
-    of_trainer = [name for name in _OF_TRAINER if name in names and "_trainer" in vars(value)]
-    if found := sorted([*tensors, *of_trainer]):
+    from_trainer = [name for name in _TRAINER_ATTRIBUTES if name in names and "_trainer" in vars(value)]
+    if found := sorted([*tensors, *from_trainer]):
         raise ConfigError(
-            f"blocks must hold what they compute with: the code of {title!r} reads {found} of {what}, which is not in "
-            "the block, and is on the trainer only. Give it to the block as an argument or register it there."
+            f"blocks must hold the values that they compute with: the code of {title!r} reads {found} of {what}, which "
+            "is not in the block but only on the trainer. Pass it to the block as an argument, or register it there."
         )
 
 
@@ -203,22 +215,24 @@ def _refuse_weights(block: _Block) -> None:
         for item in _referred(value):
             if any(id(parameter) not in block.held for parameter in _parameters(item, block.module)):
                 raise ConfigError(
-                    f"blocks must hold what they compute with: the code of {block.title!r} reads `{name}` "
-                    f"({type(item).__name__}), whose weights are not in its stage. Register it in the block, or give "
-                    "the block what it computes as an argument."
+                    f"blocks must hold the weights that they compute with: the code of {block.title!r} reads `{name}` "
+                    f"({type(item).__name__}), whose weights are not in its stage. Register it in the block, or pass "
+                    "its output to the block as an argument."
                 )
 
 
 def _parameters(item: Any, block: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters that code may use through an object; none of a module that contains the block itself."""
     if isinstance(item, nn.Module):
-        return () if any(one is block for one in item.modules()) else item.parameters()
+        return () if any(inner is block for inner in item.modules()) else item.parameters()
     return (item,) if isinstance(item, nn.Parameter) else ()
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of the values that can be compared."""
-    return {name: kept(value) for name, value in values.items() if str(name)[:2] != "__" and is_comparable(value)}
+    return {
+        name: copy_containers(value) for name, value in values.items() if str(name)[:2] != "__" and is_comparable(value)
+    }
 
 
 def _referred(value: Any) -> Iterator[Any]:

@@ -37,7 +37,7 @@ ABOUT: Final = {
 
 
 class _WatchedTensor:
-    """The base of both kinds of watched tensors."""
+    """Base of watched parameters and buffers: reports each use, except of properties in `ABOUT`."""
 
     _on_use: Callable[[], None]
 
@@ -59,11 +59,11 @@ class _WatchedTensor:
 
 
 class WatchedParameter(_WatchedTensor, nn.Parameter):
-    """A parameter of the module, while it is watched."""
+    """A parameter while it is watched."""
 
 
 class WatchedBuffer(_WatchedTensor, Tensor):
-    """A buffer of the module, while it is watched."""
+    """A buffer while it is watched."""
 
 
 # class of a tensor -> class while it is watched
@@ -71,7 +71,7 @@ _KINDS: Final[Mapping[type, type]] = {nn.Parameter: WatchedParameter, Tensor: Wa
 
 
 def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | None:
-    """Call `on_use` before each use of a tensor until the returned function is called; None: it cannot be watched."""
+    """Call `on_use` before each use of a tensor, until the returned function is called; None if that is impossible."""
     own = type(tensor)
     if own not in _KINDS or tensor.is_meta:
         return None
@@ -79,7 +79,7 @@ def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | No
     tensor._on_use = on_use  # type: ignore[attr-defined]
 
     def release() -> None:
-        if type(tensor) is _KINDS[own]:  # otherwise `swap_tensors` exchanged it with another tensor
+        if type(tensor) is _KINDS[own]:  # otherwise `torch.utils.swap_tensors` exchanged it with another tensor
             tensor.__class__ = own
             del tensor._on_use  # type: ignore[attr-defined]
 
@@ -97,7 +97,7 @@ def unwatched() -> AbstractContextManager[None]:
 
 
 def aliased(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of tensors whose memory user code shares by views or arrays, so that uses go unreported."""
+    """Return the names of watched tensors that user code can also use unreported, by views or arrays that it holds."""
     watched = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_watched(tensor)}
     with unwatched():
         storages = [(name, tensor.untyped_storage()) for name, tensor in watched.values()]
@@ -115,7 +115,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def _have_same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Compare tensors on the CPU, in a sixth of `torch.equal`'s time; they may be equal even if this is False."""
+    """Compare bytes on the CPU, in a sixth of `torch.equal`'s time; tensors of other bytes may still be equal."""
     return (
         all(
             tensor.device.type == "cpu"

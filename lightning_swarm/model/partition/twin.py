@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from lightning_swarm.model.fidelity.copying import copied, copied_hooks
+from lightning_swarm.model.fidelity.copying import copy_hooks, copy_value
 from lightning_swarm.model.partition.blocks import Blocks
 
 _TENSORS: Final = ("_parameters", "_buffers")
@@ -47,9 +47,9 @@ def _fill(
         elif name in _TENSORS:
             state[name] = value.copy()
         elif name.startswith("_") and isinstance(value, (dict, set)):  # torch's own: hooks, and names
-            state[name] = copied_hooks(value, known)
+            state[name] = copy_hooks(value, known)
         else:
-            state[name] = copied(value, known) if deep else value  # a LightningModule may refer to its data
+            state[name] = copy_value(value, known) if deep else value  # a LightningModule may refer to its data
     if isinstance(module, OptimizedModule):  # it must wrap the twin of its inner module
         state.pop("forward", None)
         twin.__setstate__(state)
