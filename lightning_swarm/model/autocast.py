@@ -35,7 +35,7 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
 
 
 def _matmul_precision() -> MatmulPrecision:
-    """Return this process's precision of float32 matrix products, or one value per backend if these were set."""
+    """Return this process's precision of float32 matrix products; one for each of `_backends` if they were set."""
     try:
         return cast(MatmulPrecision, torch.get_float32_matmul_precision())
     except RuntimeError:  # user code has set the backends' own precisions
@@ -44,20 +44,6 @@ def _matmul_precision() -> MatmulPrecision:
 
 def _backends() -> tuple[Any, Any]:
     return torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-
-
-def _set_matmul_precision(precision: MatmulPrecision) -> None:
-    # Torch compares the backends' own settings with this value, and raises an error if they do not fit together.
-    torch.set_float32_matmul_precision(precision if isinstance(precision, str) else "highest")
-    if isinstance(precision, str):
-        return
-    for backend, wanted in zip(_backends(), precision, strict=True):
-        if not hasattr(backend, "fp32_precision"):
-            raise ProtocolError(
-                "the trainer set `fp32_precision` of `torch.backends`, which this server's torch does not know: "
-                f"{torch.__version__}. Update torch, or use `torch.set_float32_matmul_precision`."
-            )
-        backend.fp32_precision = wanted
 
 
 @contextlib.contextmanager
@@ -104,11 +90,11 @@ def _global_flags(mode: ComputeMode) -> contextlib.AbstractContextManager[None]:
         mode.anomaly,
         mode.matmul_precision,
     )
-    return contextlib.nullcontext() if before == wanted else _flags(wanted, before)
+    return contextlib.nullcontext() if before == wanted else _changed_flags(wanted, before)
 
 
 @contextlib.contextmanager
-def _flags(wanted: _Flags, before: _Flags) -> Iterator[None]:
+def _changed_flags(wanted: _Flags, before: _Flags) -> Iterator[None]:
     try:
         _set_flags(*wanted)
         yield
@@ -123,6 +109,20 @@ def _set_flags(
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.autograd.set_detect_anomaly(anomaly)
     _set_matmul_precision(precision)
+
+
+def _set_matmul_precision(precision: MatmulPrecision) -> None:
+    # First reset the process's setting, because torch raises an error if it contradicts the backends' own settings.
+    torch.set_float32_matmul_precision(precision if isinstance(precision, str) else "highest")
+    if isinstance(precision, str):
+        return
+    for backend, wanted in zip(_backends(), precision, strict=True):
+        if not hasattr(backend, "fp32_precision"):
+            raise ProtocolError(
+                "the trainer set `fp32_precision` of `torch.backends`, which this server's torch does not know: "
+                f"{torch.__version__}. Update torch, or use `torch.set_float32_matmul_precision`."
+            )
+        backend.fp32_precision = wanted
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Confirms the state of a stage that a server sent, by proofs from other servers, if servers are strangers."""
+"""Confirms a stage's state that a server sent by proofs from other servers, in runs with untrusted servers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_swarm.protocol.rpc import PROVE
 from lightning_swarm.protocol.run_state import RunState
 
 
-# The proof of the coordinator's server decides if it holds the stage, or else another keeper's. Without these, the
-# majority of the servers that answer decides. Servers that are gone do not count; otherwise, a stage whose other server
-# has died could not be read. So a malicious majority of the remaining servers is accepted, and so is a stage's only
-# server.
+# The proof of the coordinator's server decides if it holds the stage, or else the proof of another keeper's server. If
+# neither does, the majority of the servers that answer decides. Servers that do not answer are not counted, because a
+# stage whose other server has died must be readable. So a malicious majority of the remaining servers is accepted, and
+# so is a stage's only server.
 @dataclass(frozen=True)
 class Confirmation:
-    """Requests proofs from a stage's other servers that they have the state that one server sent."""
+    """Requests proofs from a stage's other servers that they have the same state as the sender."""
 
     transport: Transport
     run: RunState
@@ -37,52 +37,54 @@ class Confirmation:
         return self.run.electorate.has_strangers
 
     async def check(self, sender: PeerId, request: StateRequest, parts: Callable[[], Sequence[StatePart]]) -> None:
-        """Raise `Unconfirmed`, and record it, if other servers do not have the state that `sender` sent on request."""
-        # `parts` makes the parts of the received state; it is called in a thread.
+        """Raise `Unconfirmed`, and record it, if other servers do not have the state that `sender` sent on request.
+
+        `parts` returns the parts of the received state, and is called in a thread.
+        """
         own, trusted = self.transport.peer_id, self.run.trusted
-        others = [one.peer_id for one in self.run.rosters[request.stage_index] if one.peer_id != sender]
+        others = [server.peer_id for server in self.run.rosters[request.stage_index] if server.peer_id != sender]
         if not self.is_needed or sender in (own, *trusted) or not others:
             return
         kind, challenge = request.kind, draw_challenge()  # drawn only after the state has arrived
-        asked = ProofRequest(
+        proof_request = ProofRequest(
             stage_index=request.stage_index,
             version=request.version,
             generation=request.generation,
             kind=kind,
             challenge=challenge,
         )
-        # The proof that a server with the received state gives.
-        came = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
+        # A server with the received state returns the same proof.
+        expected = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
         proofs: dict[PeerId, bytes] = {}
         for arbiter in (peer for peer in trusted if peer in others):
-            proofs = proofs or await self._ask([arbiter], asked)
-        proofs = proofs or {**await self._ask(others, asked, came), sender: came}
-        alike = [peer for peer, proof in proofs.items() if proof == came]
-        if 2 * len(alike) > len(proofs):
+            proofs = proofs or await self._request([arbiter], proof_request)
+        proofs = proofs or {**await self._request(others, proof_request, expected), sender: expected}
+        agreeing = [peer for peer, proof in proofs.items() if proof == expected]
+        if 2 * len(agreeing) > len(proofs):
             return
-        differing = sorted(proofs.keys() - set(alike))
+        differing = sorted(proofs.keys() - set(agreeing))
         reason = f"{kind} of stage {request.stage_index} at version {request.version} differ at {differing}"
         self.note(sender, request.stage_index, request.version, reason)
         raise Unconfirmed(
             f"a server's state must equal the state of a keeper's server, or else of most servers of its stage; "
-            f"{sender} sent a different one: {reason}. Another server is asked; if none is left, have a keeper hold "
-            "the stage."
+            f"{sender} sent a different state: {reason}. It is requested from another server. If none is left, start "
+            "a keeper's server of the stage."
         )
 
-    async def _ask(
-        self, peers: Collection[PeerId], request: ProofRequest, came: bytes | None = None
+    async def _request(
+        self, peers: Collection[PeerId], request: ProofRequest, expected: bytes | None = None
     ) -> dict[PeerId, bytes]:
-        """Request proofs until all servers have answered, or a majority of the stage has proved `came`."""
+        """Request proofs until all servers have answered, or a majority of the stage has sent the `expected` proof."""
         proofs = dict[PeerId, bytes]()
 
         async def ask(peer: PeerId) -> None:
-            found = await ask_each(self.transport, [peer], PROVE, request, timeout=self.timeout, tries=2)
-            proofs.update({peer: answer.proof for peer, answer in found.items()})
+            answers = await ask_each(self.transport, [peer], PROVE, request, timeout=self.timeout, tries=2)
+            proofs.update({peer: answer.proof for peer, answer in answers.items()})
 
         running = tasks = {asyncio.ensure_future(ask(peer)) for peer in peers}
         try:
-            # Slow servers need not answer; the sender counts as a server that has the state.
-            while running and 2 * (1 + sum(proof == came for proof in proofs.values())) <= len(peers) + 1:
+            # The sender counts as a server that has the state. Slow servers need not answer once the majority has.
+            while running and 2 * (1 + sum(proof == expected for proof in proofs.values())) <= len(peers) + 1:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()

@@ -24,15 +24,15 @@ from lightning_swarm.model.sharded_format import ShardedCheckpoint
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)  # functions that move a tensor to another device
 
 
-# A model that is too large for any machine is built as its author wrote it. Each part gets the same values, also random
-# values, as if the whole model had been built on a device. The idea is `deferred_init` of torchdistX.
+# A model that is too large for any machine is built by its author's code, unchanged. Each part gets the same values as
+# if the whole model had been built on a device, random values included. The idea is `deferred_init` of torchdistX.
 class InitialWeights:
     """Computes the initial values of a module's tensors on meta, stage by stage."""
 
     def __init__(self) -> None:
         self._record = InitRecord()
         self._views: dict[str, StorageView] = {}
-        self._trained: weakref.ref[nn.Module] | None = None  # a module whose weights have been trained since
+        self._outdated: weakref.ref[nn.Module] | None = None  # a module whose initial values a run has replaced
 
     def recording(self, device: torch.device) -> AbstractContextManager[None]:
         """Record the initialisation of tensors on meta, as if they were on `device`."""
@@ -49,7 +49,7 @@ class InitialWeights:
 
         state_dict = {**module.state_dict(), **unsaved_buffers(module)}
         on_meta = {name for name, value in state_dict.items() if isinstance(value, Tensor) and value.is_meta}
-        self._trained = None
+        self._outdated = None
         with self.recording(device) if on_meta else contextlib.nullcontext():
             yield {name: stand_in(value) if name in on_meta else value for name, value in state.items()}
 
@@ -66,18 +66,18 @@ class InitialWeights:
     def index_tensors(self, module: nn.Module) -> None:
         """Record the storages of the module's tensors on meta, before they are converted or moved."""
         self._views = {name: self._record.view(tensor) for name, tensor in _tensors(module) if tensor.is_meta}
-        if self._views and self._trained is not None and self._trained() is module:
+        if self._views and self._outdated is not None and self._outdated() is module:
             raise ConfigError(
-                "after a run, the weights of a module on the meta device are in its checkpoints only; got another "
-                f"run of {type(module).__name__}. Pass the checkpoint to continue from: `ckpt_path=...`."
+                "a second run of a module on the meta device must continue from a checkpoint, because only checkpoints "
+                f"hold the weights of the first; got {type(module).__name__} without one. Pass `ckpt_path=...`."
             )
         uninitialised = set(self._record.uninitialised(list(self._views.values())))
         if uninitialised:
             names = [name for name, view in self._views.items() if view in uninitialised]
             raise ConfigError(
-                "tensors on meta must be filled while their initialisation is recorded, got nothing that fills "
-                f"{few(names)}. Build the layers in `configure_model`, have each parameter and buffer initialised "
-                "there, or go on from a checkpoint."
+                "tensors on meta must be filled while their initialisation is recorded, but nothing fills "
+                f"{few(names)}. Build the layers and initialise each parameter and buffer in `configure_model`, or "
+                "continue from a checkpoint."
             )
 
     def fill_outside(self, module: nn.Module, blocks: Blocks, device: torch.device) -> None:
@@ -85,12 +85,11 @@ class InitialWeights:
         inside = {id(tensor) for block in blocks.modules for tensor in (*block.parameters(), *block.buffers())}
         outside = [(name, tensor) for name, tensor in _tensors(module) if tensor.is_meta and id(tensor) not in inside]
         if not outside:
-            return  # because `put_tensors` cannot update the registers of compiled modules, which are no dicts
-        # One new tensor for each old one, however many modules share it.
-        made: dict[int, Any] = {}
+            return  # because `put_tensors` cannot update the registers of compiled modules, which are not dicts
+        new: dict[int, Any] = {}  # one tensor for each old tensor, however many modules share it
         for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):
-            made[id(tensor)] = in_place_of(tensor, value)
-        put_tensors(module, made)
+            new[id(tensor)] = in_place_of(tensor, value)
+        put_tensors(module, new)
 
     def weights(self, stage: StageModule) -> dict[str, Tensor]:
         """Return a stage's parameters and buffers by name, with initial values for tensors on meta."""
@@ -99,25 +98,25 @@ class InitialWeights:
         return {**tensors, **dict(zip(dict(on_meta), self._values(on_meta, torch.device("cpu")), strict=True))}
 
     def mark_used(self, module: nn.Module, *, trains: bool) -> None:
-        """Drop a checkpoint's values when a run begins; if there were any, or it `trains`, the record is outdated."""
+        """Drop a checkpoint's values when a run begins. If there were any, or the run trains, refuse later runs."""
         had_checkpoint = self._record.forget_sources()
         if is_on_meta(module) and (had_checkpoint or trains):
-            self._trained = weakref.ref(module)
+            self._outdated = weakref.ref(module)
 
     def _values(self, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> list[Tensor]:
         values = self._record.values([self._views[name] for name, _ in tensors], device)
         return [value.to(tensor.dtype) for value, (_, tensor) in zip(values, tensors, strict=True)]
 
 
-def put_tensors(module: nn.Module, made: Mapping[int, Any]) -> None:
-    """Replace tensors in all modules; `made` maps the `id` of an old tensor to the new one."""
+def put_tensors(module: nn.Module, new: Mapping[int, Any]) -> None:
+    """Replace tensors in all modules; `new` maps the `id` of an old tensor to the new tensor."""
     for owner in module.modules():
         for tensors in (owner._parameters, owner._buffers):
-            tensors.update({key: made[id(tensor)] for key, tensor in tensors.items() if id(tensor) in made})
+            tensors.update({key: new[id(tensor)] for key, tensor in tensors.items() if id(tensor) in new})
 
 
 def in_place_of(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a value as a parameter if the tensor that it replaces is one."""
+    """Return a tensor's new value, as a parameter if the tensor is a parameter."""
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
@@ -127,7 +126,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 class StayOnMeta(TorchFunctionMode):
-    """Inside, tensors on meta stay there when their modules are moved to another device."""
+    """Inside this mode, tensors on meta stay on meta when their modules are moved to another device."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

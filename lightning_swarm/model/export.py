@@ -47,8 +47,8 @@ def join_shards(folder: Path, target: Path) -> int:
     """Join the sharded checkpoint in `folder` to one `.ckpt` file, atomically, and return the number of weights."""
     if not is_folder(folder):
         raise ConfigError(
-            f"a .ckpt file is made of a sharded checkpoint, a folder; {folder} is none. Name such a folder, or export "
-            "to a .safetensors file."
+            f"a .ckpt file is made from the folder of a sharded checkpoint, got {folder}, which is not. Name such a "
+            "folder, or export to a .safetensors file."
         )
     content = _read(folder)
     with _atomic_write(target, OSError, RuntimeError) as partial:
@@ -66,8 +66,8 @@ def export_pretrained(checkpoint: Path, folder: Path) -> int:
     model = PretrainedModel(read_config(folder), read_generation_config(folder), dtype="float32")
     if model.quantization is not None:
         raise ConfigError(
-            f"a checkpoint is exported with plain weights, and {folder / 'config.json'} has `quantization_config`. "
-            "Write it without; `serve --quantize` quantises the weights."
+            f"a checkpoint is exported with plain weights, but {folder / 'config.json'} has `quantization_config`. "
+            "Remove it from the config; `serve --quantize` quantises the weights."
         )
     own = model.module.state_dict()
     wanted = model.saved(own)
@@ -77,15 +77,15 @@ def export_pretrained(checkpoint: Path, folder: Path) -> int:
     if len(complete) != 1:
         raise ConfigError(
             f"a checkpoint must hold the weights of the {type(model.module).__name__} of {folder / 'config.json'} "
-            f"once, and {checkpoint} has them {len(complete)} times. It has names like {sorted(weights)[:3]}, and "
-            f"names like {wanted[:3]} are looked for. Write the config of the module that was trained."
+            f"once, but {checkpoint} has them {len(complete)} times. It has names like {sorted(weights)[:3]}, and the "
+            f"model has names like {wanted[:3]}. Write the config of the module that was trained."
         )
     for name in wanted:
         value, shape = weights[f"{complete[0]}{name}"], own[name].shape
         if value.shape != shape:
             raise ConfigError(
-                f"a checkpoint must have the shapes of config.json: {name!r} has {tuple(value.shape)}, and "
-                f"{tuple(shape)} was expected. Write the config of the module that was trained."
+                f"a checkpoint must have the shapes of config.json: {name!r} has {tuple(value.shape)} instead of "
+                f"{tuple(shape)}. Write the config of the module that was trained."
             )
     # Not written directly, because `save_pretrained` may rename tensors in files, and writes tied weights once.
     values = {name: weights[f"{complete[0]}{name}"] for name in wanted}
@@ -95,7 +95,7 @@ def export_pretrained(checkpoint: Path, folder: Path) -> int:
 
 @contextmanager
 def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
-    """Yield a temporary path, and move the file to `target` afterwards; convert `errors` of writing to ConfigError."""
+    """Yield a temporary path, and move its file to `target` afterwards; convert `errors` of writing to ConfigError."""
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield partial
@@ -118,7 +118,7 @@ def _read(checkpoint: Path) -> dict[str, Any]:
                 content["optimizer_states"] = [name_to_number({"state": {}, **parts[OPTIMIZER]})]
             except (AttributeError, KeyError, TypeError) as error:
                 raise ConfigError(
-                    f"the optimizer state in {checkpoint} is not as Lightning writes it: {error!r}. Take another "
+                    f"the optimizer state must be as Lightning writes it, got {error!r} from {checkpoint}. Use another "
                     "checkpoint."
                 ) from error
         return content
@@ -133,17 +133,17 @@ def _read(checkpoint: Path) -> dict[str, Any]:
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise ConfigError(f"{rule}, and {checkpoint} does not exist. Check the path.") from error
+        raise ConfigError(f"{rule}, but {checkpoint} does not exist. Check the path.") from error
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{rule}, and export reads only tensors, numbers and text from it: {checkpoint} holds more, or is broken "
+            f"{rule}, with tensors, numbers and text only: {checkpoint} holds other objects, or is broken "
             f"({str(error).splitlines()[0]}). Save it again with `trainer.save_checkpoint(path, weights_only=True)`, "
             "and without objects in its hyperparameters."
         ) from error
     except Exception as error:  # torch raises many kinds of errors for malformed bytes
-        raise ConfigError(f"{rule}, and {checkpoint} cannot be read: {error}. Check the path.") from error
+        raise ConfigError(f"{rule}, but {checkpoint} cannot be read: {error}. Check the path.") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{rule}, and {checkpoint} holds a {type(content).__name__}. Check the path.")
+        raise ConfigError(f"{rule}, but {checkpoint} holds a {type(content).__name__}. Check the path.")
     return content
 
 
@@ -151,14 +151,14 @@ def _weights(content: dict[str, Any], checkpoint: Path) -> dict[str, Tensor]:
     state = content.get("state_dict")
     if not isinstance(state, dict) or not state:
         raise ConfigError(
-            f"a checkpoint must hold weights under `state_dict`, and {checkpoint} has {sorted(map(str, content))[:5]}. "
+            f"a checkpoint must hold weights under `state_dict`, but {checkpoint} has {sorted(map(str, content))[:5]}. "
             "Name a file that the Trainer saved."
         )
-    others = [name for name, value in state.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
-    if others:
+    refused = [name for name, value in state.items() if not isinstance(value, Tensor) or value.layout != torch.strided]
+    if refused:
         raise ConfigError(
-            f"safetensors holds dense tensors only; in {checkpoint} these are something else: {others[:5]}. "
-            "Leave them out of the module's `state_dict`."
+            f"the exported weights must be dense tensors, but {refused[:5]} in {checkpoint} are not. Leave them out of "
+            "the module's `state_dict`."
         )
-    # Copies: safetensors refuses tensors that share memory, such as tied weights.
+    # Cloned, because safetensors refuses tensors that share memory, such as tied weights.
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

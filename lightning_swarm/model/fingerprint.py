@@ -1,4 +1,4 @@
-"""Hashes of tensors, equal on every device: a quick one that finds accidental drift, and BLAKE3 against forgers."""
+"""Hashes of tensors, equal on every device: a fast hash that finds accidental drift, and BLAKE3 against forgery."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from lightning_swarm.protocol import serialization
 _ROW: Final = 1 << 15  # words in a row, each with its own multiplier
 _MASK: Final = (1 << 64) - 1
 _PRIME: Final = 0x9E3779B97F4A7C15
-_PIECE: Final = 1 << 21  # words that are hashed at once, in some milliseconds
+_PIECE: Final = 1 << 21  # words that are hashed at once, in a few milliseconds
 
 
 def digest(tensors: Iterable[Tensor], prefix: bytes) -> bytes:
-    """Return BLAKE3 of a prefix and of tensors' dtypes, shapes and bytes, in order. No collisions can be found."""
-    found = blake3(prefix)
+    """Return the BLAKE3 hash of a prefix and of tensors' dtypes, shapes and bytes, in order. It cannot be forged."""
+    hasher = blake3(prefix)
     for tensor in tensors:
-        found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
-        found.update(raw_bytes(tensor).cpu().numpy().data)
-    return found.digest()
+        hasher.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
+        hasher.update(raw_bytes(tensor).cpu().numpy().data)
+    return hasher.digest()
 
 
 def tree_digest(tree: serialization.Tree, flags: Sequence[bool] = ()) -> bytes:
-    """Return BLAKE3 of a tree in its wire form: its structure, its tensors, and a flag for each tensor."""
+    """Return the BLAKE3 hash of a tree in its wire form: its structure, its tensors, and a flag for each tensor."""
     structure, tensors = serialization.flatten(tree)
     return digest(tensors, msgspec.msgpack.encode((structure, list(flags))))
 
 
 def proof(tensors: Iterable[Tensor], challenge: int) -> int:
     """Return 64 bits of a digest of tensors and a fresh challenge, which proves that this process has the tensors."""
-    # 64 bits suffice, because a search for other tensors has no more time than the deadline of the answer.
+    # 64 bits suffice, because a search for other tensors must end before the answer's deadline.
     return int.from_bytes(digest(tensors, challenge.to_bytes(8, "little"))[:8], "little")
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """Return a 64-bit hash of the bytes of tensors of any dtypes and shapes, in order. An attacker can forge it."""
+    """Return a 64-bit hash of the bytes of tensors, in order. It is fast, but an attacker can forge it."""
     return Fingerprint(tensors).finish()
 
 
@@ -55,7 +55,7 @@ class Fingerprint:
         self._value: int | None = None
 
     def advance(self) -> bool:
-        """Hash one more piece, and return whether there are more."""
+        """Hash one more piece, and return whether pieces are left."""
         if self._value is None:
             try:
                 next(self._pieces)

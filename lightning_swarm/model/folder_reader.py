@@ -1,4 +1,4 @@
-"""Reads a model's tensors from the files of a Hugging Face folder, under other names or converted if need be."""
+"""Reads a model's tensors from the files of a Hugging Face folder, which may have other names and layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-NO_BLOCK: Final = -1  # in place of a block's index: the tensors outside of blocks, such as embeddings
+NO_BLOCK: Final = -1  # stands for the tensors outside of blocks, such as embeddings, where a block's index is expected
 
 
 class FolderReader:
@@ -35,11 +35,11 @@ class FolderReader:
         self._folder, self._model = folder, model
         self._quantized_prefixes = tuple(f"{layer}." for layer in quantized)
         self._prefix = f"{model.module.base_model_prefix}."
-        # `id` of a parameter -> its names in the module. A tied one has several, of which the files may have only some.
+        # `id` of a parameter -> its names in the module. Tied parameters have several; the files may have only some.
         self._names_by_parameter_id: dict[int, list[str]] = {}
         for name, tensor in model.module.named_parameters(remove_duplicate=False):
             self._names_by_parameter_id.setdefault(id(tensor), []).append(name)
-        # module's name -> all module's names of the same parameter
+        # name in the module -> all names of the same parameter
         self._tied_names = {name: names for names in self._names_by_parameter_id.values() for name in names}
         self._read: set[str] = set()  # names in the files, of tensors that were read
         # The part that was converted last: the index of its block, or `NO_BLOCK`, and its tensors by name.
@@ -48,27 +48,26 @@ class FolderReader:
     def __call__(self, name: str) -> Tensor:
         """Read a tensor by its name in the module."""
         # If the files hold a base model, without a head for generating text, their names lack the prefix.
-        aliases = [
-            one for alias in self._tied_names.get(name, [name]) for one in (alias, alias.removeprefix(self._prefix))
-        ]
-        names = [one for one in dict.fromkeys(aliases) if self._folder.has(one)]
+        tied = self._tied_names.get(name, [name])
+        aliases = dict.fromkeys(alias for own in tied for alias in (own, own.removeprefix(self._prefix)))
+        names = [alias for alias in aliases if self._folder.has(alias)]
         if not names:
             return self._converted(name)
         self._read.update(names)
-        found = [self._folder.tensor(one) for one in names]
+        found = [self._folder.tensor(alias) for alias in names]
         if not all(torch.equal(found[0], other) for other in found[1:]):
             raise ConfigError(
-                f"tied weights must be equal, and {str(self._folder.path)!r} has others under the names of {name!r}. "
-                "If they are not tied, set `tie_word_embeddings` to false in config.json."
+                f"tied weights must be equal, but {', '.join(names)} differ in {str(self._folder.path)!r}. If they are "
+                "not tied, set `tie_word_embeddings` to false in config.json."
             )
         return found[0]
 
     def find(self, name: str) -> Tensor | None:
         """Read a tensor by its name in the files, with or without the base model's prefix; None if there is none."""
-        for one in (name, name.removeprefix(self._prefix)):
-            if self._folder.has(one):
-                self._read.add(one)
-                return self._folder.tensor(one)
+        for alias in (name, name.removeprefix(self._prefix)):
+            if self._folder.has(alias):
+                self._read.add(alias)
+                return self._folder.tensor(alias)
         return None
 
     def _converted(self, name: str) -> Tensor:
@@ -83,9 +82,9 @@ class FolderReader:
         like, found = self._model.module.state_dict()[name], self._loaded[1].get(key)
         if found is None or found.shape != like.shape:
             raise ConfigError(
-                f"the files of a served model must have all of its weights, and {str(self._folder.path)!r} has no "
-                f"{name!r}, and transformers finds it under no other name either. Save the model again with "
-                "`save_pretrained`, or serve another one."
+                f"the files of a served model must have all of its weights, but {str(self._folder.path)!r} has no "
+                f"{name!r}, under this or any other name that transformers knows. Save the model again with "
+                "`save_pretrained`, or serve another model."
             )
         return found
 
@@ -95,7 +94,7 @@ class FolderReader:
         return _make_to_module_name(self._model.module)  # lazy, because most files have the module's names
 
     def warn_of_unread(self) -> None:
-        """After the whole model was read: warn of other tensors in the files, as Hugging Face's own loader does."""
+        """Warn of tensors in the files that were not read, after the whole model was, as Hugging Face's loader does."""
         ignored = self._model.module._keys_to_ignore_on_load_unexpected or ()
         unread = [
             name
@@ -127,12 +126,12 @@ class FolderReader:
             own = self._to_module_name(name)
             if not own.startswith(prefix) or own.startswith(self._quantized_prefixes):
                 continue
-            # Another part of the name may equal the block's number, as in `h.1.experts.1.w` of block 1. Take the
+            # Another part of the name may equal the block's number, as in `h.1.experts.1.w` of block 1. Choose the
             # replacement that gives a name in block 0: `h.0.experts.1.w`.
             parts = name.split(".")
-            positions = [at for at, part in enumerate(parts) if part == block_name]
-            moved = (".".join([*parts[:at], "0", *parts[at + 1 :]]) for at in positions)
-            found[name] = next(one for one in moved if self._to_module_name(one).startswith(f"{root}0."))
+            positions = [position for position, part in enumerate(parts) if part == block_name]
+            renamed = (".".join([*parts[:position], "0", *parts[position + 1 :]]) for position in positions)
+            found[name] = next(new for new in renamed if self._to_module_name(new).startswith(f"{root}0."))
         return found
 
     def _load(self, index: int) -> dict[str, Tensor]:
@@ -175,7 +174,7 @@ def _make_to_module_name(module: Any) -> Callable[[str], str]:
 
 
 def _small_class(model: PretrainedModel, index: int) -> type:
-    """Return the model's class with one block: a copy of block `index`; `NO_BLOCK`: the block that the class makes."""
+    """Return a class like the model's with one block, a copy of block `index`; `NO_BLOCK`: a block of its own."""
     kind, root = type(model.module), model.blocks.root_name
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -183,7 +182,7 @@ def _small_class(model: PretrainedModel, index: int) -> type:
         if index != NO_BLOCK:
             block = model.blocks.modules[index]
             tensors = [*block.parameters(), *block.buffers()]
-            on_meta = {id(one): in_place_of(one, torch.empty_like(one, device="meta")) for one in tensors}
+            on_meta = {id(t): in_place_of(t, torch.empty_like(t, device="meta")) for t in tensors}
             self.get_submodule(root)[0] = copy.deepcopy(block, on_meta)
 
     # Keep the class's name and module, by which transformers looks up its conversions.
@@ -197,7 +196,7 @@ def _small_config(config: Any, index: int) -> Any:
     number, first = text.num_hidden_layers, max(index, 0)
     text.num_hidden_layers = 1
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == number:  # one entry for each block, such as its kind of attention
+        if isinstance(value, list) and len(value) == number:  # an entry for each block, such as its kind of attention
             setattr(text, name, value[first : first + 1])
     if index != NO_BLOCK:  # embeddings are not loaded, so make them small
         text.vocab_size, text.pad_token_id = 8, None

@@ -1,4 +1,4 @@
-"""Records the calls that initialise tensors on torch's meta device, and repeats them on a real one."""
+"""Records the calls that initialise tensors on torch's meta device, and repeats them on a device with memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INITIALISERS: Final = {
     function.__code__: function
     for function in (init._no_grad_trunc_normal_, init.orthogonal_, init.dirac_, init.sparse_)
 }
-"""Torch's initialisers, by their code, that read values, and therefore silently do nothing on meta."""
+"""Torch's initialisers, by their code, that read values and therefore silently do nothing on meta."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RecordedCall:
     leaves: Sequence[Any]  # flattened arguments, with a `StorageView` or `MaterializedTensor` in place of each tensor
     spec: Any  # structure of the arguments
     made: Sequence[StorageView | None]  # returned tensors; None for a tensor that existed before
-    reads: frozenset[int]  # storages
+    reads: frozenset[int]  # addresses of storages, as in `StorageView`
     writes: frozenset[int]
     fills: frozenset[int]  # the part of `writes` whose old content does not matter
     dtype: torch.dtype  # the default dtype during the call
@@ -100,12 +100,12 @@ class CallReplay:
         args, kwargs = tree_unflatten([self._argument(leaf) for leaf in call.leaves], call.spec)
         if call.drawn is None:
             raise ConfigError(
-                f"what a model draws at random must be in its files, and {call.function} fills a tensor that is not. "
+                f"random tensors of a model must be in its files, but {call.function} fills a tensor that is not. "
                 "Register it as a persistent buffer, and save the model again."
             )
         result = _draw_again(call, call.drawn, args, kwargs) if call.drawn else call.function(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):  # empty for an initialiser
+        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):  # `made` is empty for an initialiser
             if view is not None:
                 self._put(view, tensor)
 
@@ -115,8 +115,8 @@ class CallReplay:
         if isinstance(leaf, MaterializedTensor):
             if leaf.tensor._version != leaf.version:
                 raise ConfigError(
-                    "tensors from which a model on meta is made must not change until the run begins, got one of shape "
-                    f"{tuple(leaf.tensor.shape)} that was written to since. Use a copy of it, or build the model later."
+                    "tensors from which a model on meta is made must not change until the run begins, but a tensor of "
+                    f"shape {tuple(leaf.tensor.shape)} has changed. Use a copy of it, or build the model later."
                 )
             return leaf.tensor
         return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
@@ -149,10 +149,11 @@ def _draw_again(
 
 
 def _with_generator(function: Any) -> Any:
-    """Return a variant of a function that draws only from the generator that it is given, or None."""
+    """Return a variant of a function that draws only from its argument `generator`, or None."""
     if function in INITIALISERS.values():
-        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # shuffles without it
-        return function if takes_one else None
+        # `sparse_` also shuffles, without its generator.
+        has_generator = "generator" in function.__code__.co_varnames and function is not init.sparse_
+        return function if has_generator else None
     if any(argument.name == "generator" for argument in function._schema.arguments):
         return function
     return getattr(function.overloadpacket, "generator", None)
@@ -175,7 +176,7 @@ _Effects: TypeAlias = tuple[Sequence[StorageView | None], frozenset[int], frozen
 
 
 class InitRecord:
-    """The calls that made or changed tensors on meta inside of `recording`.
+    """Records the calls that make or change tensors on meta inside of `recording`, and computes the tensors' values.
 
     `draws=False` skips random initialisation, which would be wasted if weights are loaded from files.
     """
@@ -208,7 +209,7 @@ class InitRecord:
         return tensor
 
     def forget_sources(self) -> bool:
-        """Drop stand-ins, their sources, and the calls that read them; returns whether there were any."""
+        """Drop the sources of stand-ins, and the calls that read these; return whether there were any."""
         dropped = self._sources.keys()
         self._calls = [call for call in self._calls if not call.reads & dropped]
         self._sources = {}
@@ -270,8 +271,10 @@ class InitRecord:
         self._calls.append(RecordedCall(function, leaves, spec, *effects, torch.get_default_dtype(), drawn))
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
-        """Draw random numbers and drop them; returns the generators that may have been used, with their old states."""
-        # This leaves the generators as if the model had been built with values.
+        """Draw random numbers and drop them, so that generators move as if the model had been built with values.
+
+        Return the generators that may have been used, with their states before.
+        """
         generators = [kwargs.get("generator"), _default_generator(self._device)]
         drawn = [(generator, generator.get_state()) for generator in generators if generator is not None]
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -323,8 +326,8 @@ class _FunctionRecorder(TorchFunctionMode):
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         result = func(*args, **kwargs)
         if result is True and func == _IS_META:
-            # An initialiser reads this property of its tensor. It is recognized by its code object, because user code
-            # may have imported it under any name. Frames of other modes may lie in between.
+            # The caller may be an initialiser, which reads this property of its tensor. It is recognized by its code
+            # object, because user code may have imported it under any name. Frames of other modes may lie in between.
             frame: Any = sys._getframe(1)
             while frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back
@@ -338,9 +341,9 @@ class _FunctionRecorder(TorchFunctionMode):
 def written_tensors(function: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among an operator's arguments that it writes to."""
     parameters = function._schema.arguments
-    given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
+    values = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
     written = [item.name for item in parameters if item.alias_info is not None and item.alias_info.is_write]
-    return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+    return [leaf for name in written for leaf in tree_leaves(values.get(name)) if isinstance(leaf, Tensor)]
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

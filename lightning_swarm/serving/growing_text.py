@@ -145,7 +145,7 @@ class GrowingText:
     @property
     def route(self) -> tuple[PeerId, ...]:
         """The server of each stage; empty without servers."""
-        handle = None if self.cache is None else CacheHandle.found(self.cache)
+        handle = None if self.cache is None else CacheHandle.find(self.cache)
         return () if handle is None or handle.session is None else handle.session.route
 
     # ------------------------------------------------------------------ steps

@@ -261,7 +261,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 def test_it_does_not_go_on_from_what_it_was_made_with() -> None:
     swarm = run_swarm(on_meta, loader(digits()), max_steps=2, pipeline="net")
     assert swarm.trainer is not None
-    with quiet_warnings(), pytest.raises(ConfigError, match=r"Pass the checkpoint to continue from"):
+    with quiet_warnings(), pytest.raises(ConfigError, match=r"must continue from a checkpoint"):
         swarm.trainer.fit(swarm.module, loader(digits()))
 
 

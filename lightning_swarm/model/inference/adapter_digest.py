@@ -12,6 +12,6 @@ from lightning_swarm.protocol.messages.wire import encode
 
 
 def adapter_digest(stage: int, loras: Sequence[Lora], tensors: Sequence[Tensor]) -> bytes:
-    """Return the name of an adapter's part of a stage: the BLAKE3 digest of everything that its outputs depend on."""
+    """Return the name of an adapter's part of a stage: the BLAKE3 digest of all that its outputs depend on."""
     head = b"".join(map(encode, loras))
     return digest(tensors, f"adapter of stage {stage};{len(head)};".encode() + head)

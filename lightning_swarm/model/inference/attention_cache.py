@@ -1,4 +1,4 @@
-"""Key-value caches of Hugging Face models whose blocks run on servers.
+"""Key-value caches of Hugging Face models whose blocks run on servers: the client's, with lengths only, and servers'.
 
 A model's forward reads lengths from its `transformers.Cache` to build masks and positions, and passes it to the blocks.
 If the blocks are on servers, the forward's cache has only lengths: its layers are on the meta device. Each server has a
@@ -66,9 +66,9 @@ def _replaced(tree: Any, is_place: Callable[[Any], bool], value: Any) -> Any:
     if is_place(tree):
         return value
     if isinstance(tree, dict):
-        return {key: _replaced(one, is_place, value) for key, one in tree.items()}
+        return {key: _replaced(item, is_place, value) for key, item in tree.items()}
     if type(tree) in (tuple, list):
-        return type(tree)(_replaced(one, is_place, value) for one in tree)
+        return type(tree)(_replaced(item, is_place, value) for item in tree)
     return tree
 
 
@@ -84,12 +84,12 @@ class CacheHandle:
         self.recipe = _recipe_of(cache)
         self.operations: list[CacheOperation] = []  # recorded since the last step
         self.session: Any = None  # the inference session that uses the cache
-        self.in_step = False  # a step has begun and not ended; if it failed, contents and lengths may differ
+        self.in_step = False  # True also after a failed step, because contents and lengths may then differ
         self._refused = ""  # the reason why the cache cannot be used any more; empty if it can
         self.length = 0  # tokens, after the last step or operation
         for method, kind in _CHANGES.items():
             if hasattr(cache, method):
-                vars(cache)[method] = _Noted(self, cache, kind)
+                vars(cache)[method] = _RecordedMethod(self, cache, kind)
 
     @classmethod
     def of(cls, cache: Any) -> CacheHandle:
@@ -101,8 +101,8 @@ class CacheHandle:
             raise ConfigError(handle._refused)
         elif not handle.in_step and length_of(cache) != handle.length:
             raise ConfigError(
-                f"a cache that servers hold must be changed by its own methods alone: it has {length_of(cache)} "
-                f"tokens here and {handle.length} there. Call `cache.crop(...)` and the like, not those of its layers."
+                f"a cache that servers hold must be changed by its own methods only: it has {length_of(cache)} tokens "
+                f"here and {handle.length} on servers. Call methods of the cache, such as `crop`, not of its layers."
             )
         return handle
 
@@ -113,17 +113,17 @@ class CacheHandle:
         return handle
 
     @classmethod
-    def found(cls, cache: Any) -> CacheHandle | None:
+    def find(cls, cache: Any) -> CacheHandle | None:
         """Return a cache's handle; None if the cache is not bound."""
         handle: CacheHandle | None = vars(cache).get(_HANDLE)
         return handle
 
     def refuse_use(self, reason: str) -> None:
-        """Make all later uses of the cache raise `ConfigError` with this reason, as its contents are incomplete."""
+        """Make all later uses of the cache raise `ConfigError` with this reason, because contents are missing."""
         self._refused = self._refused or reason
 
     def note(self, cache: Any, operation: CacheOperation) -> None:
-        """Apply an operation to the lengths here, and queue it for the servers, which apply it before the next step."""
+        """Apply an operation to the lengths, and queue it for the servers, which apply it before the next step."""
         apply(cache, operation)
         self.length = length_of(cache)
         self.operations.append(operation)
@@ -140,15 +140,15 @@ class CacheHandle:
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ConfigError(
-            "a cache whose keys and values are on servers must not be copied: a copy would have none. Give the copy's "
-            "text to a forward with a new cache."
+            "a cache whose keys and values are on servers must not be copied, because the copy would have none. Pass "
+            "the whole text to a forward with a new cache."
         )
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError("a cache whose keys and values are on servers must not be saved. Save the text.")
 
 
-class _Noted:
+class _RecordedMethod:
     """Replaces a method that changes a cache, and records its calls in the cache's handle."""
 
     def __init__(self, handle: CacheHandle, cache: Any, kind: str) -> None:
@@ -160,11 +160,11 @@ class _Noted:
         assert cache is not None
         value = next(iter((*args, *kwargs.values())), None)  # each of these methods has at most one argument
         if isinstance(value, Tensor) and value.dtype == torch.bool:
-            value = value.nonzero()  # a mask of rows; their numbers are sent
+            value = value.nonzero()  # a mask of rows, whose indices are sent
         if self._kind == "crop" and value is not None and value > 0:
             type(cache).crop(cache, value)  # raises transformers' own error: tokens to remove are a negative number
         if isinstance(value, Tensor):
-            values = [int(one) for one in value.flatten().tolist()]
+            values = [int(number) for number in value.flatten().tolist()]
         else:
             values = [] if value is None else [abs(int(value))]
         self._handle.note(cache, CacheOperation(kind=self._kind, values=values))  # type: ignore[arg-type]
@@ -191,12 +191,12 @@ def _recipe_of(cache: Any) -> CacheRecipe:
         raise ConfigError(f"layers of a cache on servers must be one of {sorted(_LAYERS)}, got {found}. {remedy}.")
     if length_of(cache) or any(map(_has_state, cache.layers)):
         raise ConfigError(
-            f"a cache must be empty when the first block on a server gets it: this {kind} has {length_of(cache)} "
-            "tokens, or states, which were computed elsewhere. Begin with a new cache, and give the forward the whole "
-            "text."
+            f"a cache must be empty at its first use with blocks on servers: this {kind} has {length_of(cache)} "
+            "tokens, or states, which were computed elsewhere. Begin with a new cache, and pass the whole text to the "
+            "forward."
         )
     layers = [_describe(layer) for layer in cache.layers] if replicated is None else None
-    return CacheRecipe(layers=layers, records_past=any(getattr(one, "record_past", False) for one in cache.layers))
+    return CacheRecipe(layers=layers, records_past=any(getattr(layer, "record_past", False) for layer in cache.layers))
 
 
 def _describe(layer: Any) -> CacheLayer:
@@ -217,13 +217,13 @@ def build(recipe: CacheRecipe) -> Any:
     if recipe.layers is None:
         return cache_utils.DynamicCache()
     layers = []
-    for one in recipe.layers:
-        own: dict[str, int] = {}
-        if "sliding" in one.kind:
-            own["sliding_window"] = one.window
-        if "linear" in one.kind:
-            own["number_of_states"] = one.num_states
-        layer = getattr(cache_utils, _CLASSES[one.kind])(**own)
+    for described in recipe.layers:
+        arguments: dict[str, int] = {}
+        if "sliding" in described.kind:
+            arguments["sliding_window"] = described.window
+        if "linear" in described.kind:
+            arguments["number_of_states"] = described.num_states
+        layer = getattr(cache_utils, _CLASSES[described.kind])(**arguments)
         if recipe.records_past and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
         layers.append(layer)
@@ -242,14 +242,14 @@ def apply(cache: Any, operation: CacheOperation, *, max_bytes: int | None = None
     for layer in cache.layers:
         keys = getattr(layer, "keys", None)
         if kind in ("reorder", "select") and keys is not None and values and max(values) >= len(keys):
-            raise ProtocolError(f"row {max(values)} of a cache with {len(keys)} was asked for")
+            raise ProtocolError(f"`{kind}` names row {max(values)} of a cache with {len(keys)} rows")
         if kind == "crop" and _has_length(layer) and values[0] > layer.get_seq_length():
-            raise ProtocolError(f"{values[0]} tokens of {layer.get_seq_length()} were to be removed")
+            raise ProtocolError(f"`crop` removes {values[0]} tokens of a cache with {layer.get_seq_length()}")
     if max_bytes is not None and kind in ("repeat", "reorder", "select"):
         rows = max((len(layer.keys) for layer in cache.layers if getattr(layer, "keys", None) is not None), default=1)
         times = values[0] if kind == "repeat" else len(values) / max(rows, 1)
         if times > 1 and num_bytes(cache) * times > max_bytes:
-            raise ProtocolError(f"a cache may have {max_bytes} bytes, and {times:g} times {num_bytes(cache)} are more")
+            raise ProtocolError(f"a cache may have {max_bytes} bytes, got {times:g} times {num_bytes(cache)}")
     for layer in cache.layers:
         _apply(layer, kind, values)
 
@@ -273,23 +273,24 @@ def _apply(layer: Any, kind: str, values: list[int]) -> None:
             layer.reset()
 
 
-class Shadow:
-    """Keeps the lengths of a stage's cache right in the layers of other stages' blocks, which hold no tensors."""
+class LayerLengths:
+    """Extends the lengths of other stages' layers, which hold no tensors, in a stage's cache, during a step."""
 
+    # Blocks of this stage may read these lengths, for masks and positions.
     def __init__(self, cache: Any, *, first_block: int, rows: int, length: int) -> None:
-        """Before a step: extend the lengths of earlier blocks' layers, as a single machine would have by now."""
+        """Before a step, extend the lengths of earlier blocks' layers, as a single machine would have by now."""
         self._cache, self._first, self._rows, self._length = cache, first_block, rows, length
-        # A cache that makes its layers when they are used may lack these; any other cache has all of its layers.
+        # If the cache makes its layers at their first use, earlier layers may be missing.
         number = first_block if cache.layer_class_to_replicate is not None else min(first_block, len(cache.layers))
         _grow(cache, [index for index in range(number) if not self._is_own(index)], rows=rows, length=length)
         self._before = self._lengths()
 
     def follow(self) -> None:
-        """After the step: extend the lengths of later blocks' layers."""
-        now = self._lengths()  # of all layers; the step extended those of this stage's blocks
-        behind = [i for i in range(self._first, len(now)) if i >= len(self._before) or now[i] == self._before[i]]
-        grown = [index for index in behind if not self._is_own(index)]
-        _grow(self._cache, grown, rows=self._rows, length=self._length)
+        """After the step, extend the lengths of later blocks' layers."""
+        now = self._lengths()  # the step extended the layers of this stage's blocks
+        unchanged = [i for i in range(self._first, len(now)) if i >= len(self._before) or now[i] == self._before[i]]
+        later = [index for index in unchanged if not self._is_own(index)]
+        _grow(self._cache, later, rows=self._rows, length=self._length)
 
     def _is_own(self, index: int) -> bool:
         layers = self._cache.layers
@@ -297,12 +298,12 @@ class Shadow:
         return isinstance(keys, Tensor) and keys.device.type != "meta"
 
     def _lengths(self) -> list[int]:
-        """Return the length of each layer; -1 for a layer that has states only."""
+        """Return the length of each layer; -1 for a layer that only has states."""
         return [layer.get_seq_length() if _has_length(layer) else -1 for layer in self._cache.layers]
 
 
 def can_be_cut(cache: Any) -> bool:
-    """Return whether a cache still has the keys and values of all tokens, so that its last ones can be removed."""
+    """Return whether a cache still has the keys and values of all tokens, so that its last tokens can be removed."""
     return all(
         (kind := _LAYERS.get(type(layer).__name__)) == "full"
         or (kind == "sliding" and not layer.record_past and layer.get_seq_length() < layer.sliding_window)
@@ -310,18 +311,17 @@ def can_be_cut(cache: Any) -> bool:
     )
 
 
-def branched(cache: Any, *, remove: int) -> Any:
-    """Return a cache with the same contents but the last `remove` tokens; its steps leave the first cache as it is."""
-    # Keys and values are shared, because steps replace these tensors. States of linear attention change in place, and
-    # padded steps append in place to a slab.
+def branch_of(cache: Any, *, remove: int) -> Any:
+    """Copy a cache without its last `remove` tokens; steps of either cache leave the other unchanged."""
+    # Keys and values are shared, because steps replace these tensors. States of linear attention are cloned, because
+    # they change in place, and so are rows of a slab, to which padded steps append in place.
     branch = copy.copy(cache)
     in_slab = vars(branch).pop(SLAB, None) is not None
     branch.layers = [copy.copy(layer) for layer in cache.layers]
     for layer in branch.layers:
         for name, value in vars(layer).items():
             if isinstance(value, dict):
-                copied = {key: one.clone() if isinstance(one, Tensor) else one for key, one in value.items()}
-                setattr(layer, name, copied)
+                setattr(layer, name, {k: v.clone() if isinstance(v, Tensor) else v for k, v in value.items()})
         if remove:
             layer.crop(-remove)
         if in_slab and getattr(layer, "keys", None) is not None:
@@ -331,24 +331,24 @@ def branched(cache: Any, *, remove: int) -> Any:
 
 def is_restorable(cache: Any) -> bool:
     """Return whether steps only replace the tensors of a cache's layers, so that `restorer_of` can restore them."""
-    return cache is not None and all(_LAYERS.get(type(one).__name__) in ("full", "sliding") for one in cache.layers)
+    return cache is not None and all(_LAYERS.get(type(layer).__name__) in ("full", "sliding") for layer in cache.layers)
 
 
 def restorer_of(cache: Any) -> Callable[[], None]:
-    """Return a function that restores the cache's present contents, if `is_restorable`."""
+    """Return a function that restores the present contents of a cache that `is_restorable`."""
     layers = [(layer, dict(vars(layer))) for layer in cache.layers]
 
-    def put_back() -> None:
+    def restore() -> None:
         cache.layers[:] = [layer for layer, _ in layers]
         for layer, state in layers:
             vars(layer).clear()
             vars(layer).update(state)
 
-    return put_back
+    return restore
 
 
 def num_bytes(cache: Any) -> int:
-    """Return the bytes that a cache's tensors hold, with the room of rows that are views of a larger tensor."""
+    """Return the bytes that a cache's tensors hold, including the unused room of rows in a larger tensor."""
     return sum(
         max(tensor.nbytes, len(tensor) * tensor.stride(0) * tensor.element_size()) if tensor.ndim else tensor.nbytes
         for tensor in tensors(cache)

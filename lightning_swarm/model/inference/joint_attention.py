@@ -1,7 +1,8 @@
-"""Continuous batching: computes several texts in one forward.
+"""Continuous batching: computes several texts in one forward, and joins and splits their arguments.
 
-A block's matrix products see the rows of all texts. Each text has its own cache: texts have different lengths, so their
-keys cannot be one tensor. The block's attention, which Hugging Face can replace by name, computes the texts one by one.
+A block's matrix products see the rows of all texts. Each text has its own cache, because texts have different lengths,
+so their keys cannot be one tensor. The block's attention, which Hugging Face can replace by name, computes the texts
+one by one.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ import torch
 from torch import Tensor, nn
 
 _NAME: Final = "lightning_swarm_joint_"
-MASK_DIMENSIONS: Final = 4  # [rows, heads, tokens, keys]: the last one differs from text to text
+MASK_DIMENSIONS: Final = 4  # [rows, heads, tokens, keys]; the number of keys differs from text to text
 
 
 class CannotJoin(Exception):
-    """These texts, or these blocks, cannot be computed together."""
+    """Texts cannot be computed in one forward of these blocks."""
 
 
 class PerText(tuple[Any, ...]):
-    """One value for each text, if the values cannot be rows of one tensor."""
+    """A tuple of one value for each text, because the values cannot be rows of one tensor."""
 
     __slots__ = ()
 
 
 class JointCache:
-    """Presents the caches of several texts to blocks as one cache, of which only the method `update` is supported."""
+    """Presents the caches of several texts to blocks as one cache, with the method `update` only."""
 
     def __init__(self, caches: Sequence[Any], rows: Sequence[int]) -> None:
-        """Present the caches of texts with these numbers of rows."""
+        """Present the caches of texts; `rows` has the number of rows of each text."""
         self._caches, self._rows = caches, list(rows)
 
     def update(self, keys: Tensor, values: Tensor, *place: Any, **options: Any) -> tuple[PerText, PerText]:
@@ -74,9 +75,9 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Run the attention implementation of this name for each text, with its own keys."""
     if not isinstance(key, PerText):
-        raise CannotJoin("these blocks keep their keys elsewhere, or change them before they attend")
+        raise CannotJoin("these blocks keep their keys elsewhere, or change them before attention")
     base = _implementation(name, module)
-    sizes = [len(one) for one in key]
+    sizes = [len(keys) for keys in key]
     masks = attention_mask
     if isinstance(masks, Tensor) and len(masks) > 1:
         masks = masks.split(sizes)
@@ -87,26 +88,26 @@ def _attend(
 
 
 def _implementation(name: str, module: nn.Module) -> Callable[..., Any]:
-    own = sys.modules[type(module).__module__]  # a model's file may have attention of its own under these names
-    default = getattr(own, "eager_attention_forward", None)
+    model_file = sys.modules[type(module).__module__]  # may define attention of its own under these names
+    default = getattr(model_file, "eager_attention_forward", None)
     if default is None:
         raise CannotJoin(f"{type(module).__name__} has no attention that can be called for one text")
-    found: Callable[..., Any] = own.ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
-    return found
+    implementation: Callable[..., Any] = model_file.ALL_ATTENTION_FUNCTIONS.get_interface(name, default)
+    return implementation
 
 
 # ------------------------------------------------------------------ rows of several texts
 
 
 def join_rows(trees: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Join copies of several texts' arguments: concatenate rows, keep equal values once, make unlike masks `PerText`.
+    """Join copies of several texts' arguments: concatenate rows, keep equal values once, put other masks in `PerText`.
 
     Args:
-        trees: The arguments of each text, of one structure. The first dimension of tensors is the text's rows, or 1.
+        trees: The arguments of each text, all of one structure. A tensor's first dimension is the text's rows, or 1.
         rows: The number of rows of each text.
 
     Raises:
-        CannotJoin: Structures differ, or values without rows do.
+        CannotJoin: Structures differ, or values without rows differ.
     """
     first = trees[0]
     if isinstance(first, Tensor):
@@ -122,39 +123,39 @@ def join_rows(trees: Sequence[Any], rows: Sequence[int]) -> Any:
             raise CannotJoin("arguments differ in their number")
         return type(first)(join_rows(parts, rows) for parts in zip(*trees, strict=True))
     if any(tree != first for tree in trees):
-        raise CannotJoin("arguments that are no tensors differ")
+        raise CannotJoin("arguments that are not tensors differ")
     return first
 
 
 def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
     first = tensors[0]
     if any(
-        not isinstance(one, Tensor) or (one.dtype, one.ndim, one.device) != (first.dtype, first.ndim, first.device)
-        for one in tensors
+        not isinstance(t, Tensor) or (t.dtype, t.ndim, t.device) != (first.dtype, first.ndim, first.device)
+        for t in tensors
     ):
-        raise CannotJoin("tensors of different kinds cannot be rows of one")
-    if first.ndim == 0 or any(len(one) not in (1, num) for one, num in zip(tensors, rows, strict=True)):
-        if all(one.shape == first.shape and torch.equal(one, first) for one in tensors):
+        raise CannotJoin("tensors of different kinds cannot be rows of one tensor")
+    if first.ndim == 0 or any(len(t) not in (1, num) for t, num in zip(tensors, rows, strict=True)):
+        if all(t.shape == first.shape and torch.equal(t, first) for t in tensors):
             return first.clone()
-        raise CannotJoin("tensors that differ have no rows")
-    if all(one.shape[1:] == first.shape[1:] for one in tensors):
-        return torch.cat([one.expand(num, *one.shape[1:]) for one, num in zip(tensors, rows, strict=True)])
-    if first.ndim == MASK_DIMENSIONS and all(one.shape[1:-1] == first.shape[1:-1] for one in tensors):
-        return PerText(one.clone() for one in tensors)
-    raise CannotJoin("tensors of different shapes cannot be rows of one")
+        raise CannotJoin("tensors without rows differ")
+    if all(t.shape[1:] == first.shape[1:] for t in tensors):
+        return torch.cat([t.expand(num, *t.shape[1:]) for t, num in zip(tensors, rows, strict=True)])
+    if first.ndim == MASK_DIMENSIONS and all(t.shape[1:-1] == first.shape[1:-1] for t in tensors):
+        return PerText(t.clone() for t in tensors)
+    raise CannotJoin("tensors of different shapes cannot be rows of one tensor")
 
 
 def split_rows(tree: Any, rows: Sequence[int]) -> list[Any]:
-    """Split the blocks' output into the outputs of each text; raise `CannotJoin` if it is not by rows."""
+    """Split the blocks' output into the output of each text; raise `CannotJoin` if it has other rows than the input."""
     if isinstance(tree, Tensor):
         if not tree.ndim or len(tree) != sum(rows):
-            raise CannotJoin("an output has other rows than what went in")
+            raise CannotJoin("an output has other rows than the input")
         return list(tree.split(list(rows)))
     if isinstance(tree, dict):
-        parts = {key: split_rows(one, rows) for key, one in tree.items()}
+        parts = {key: split_rows(item, rows) for key, item in tree.items()}
         return [{key: part[index] for key, part in parts.items()} for index in range(len(rows))]
     if type(tree) in (tuple, list):
-        columns = [split_rows(one, rows) for one in tree]
+        columns = [split_rows(item, rows) for item in tree]
         return [type(tree)(column[index] for column in columns) for index in range(len(rows))]
     if isinstance(tree, PerText):
         raise CannotJoin("an output differs in more than its rows")
@@ -162,13 +163,13 @@ def split_rows(tree: Any, rows: Sequence[int]) -> list[Any]:
 
 
 def kind_of(tree: Any, rows: int) -> Any:
-    """Return the hashable properties of a text's arguments that must be equal to join texts."""
+    """Return the properties of a text's arguments, hashable, that must be equal for texts to be joined."""
     if isinstance(tree, Tensor):
-        lead = "rows" if tree.ndim and len(tree) in (1, rows) else tuple(tree.shape[:1])
+        first_dimension = "rows" if tree.ndim and len(tree) in (1, rows) else tuple(tree.shape[:1])
         shape = tree.shape[1:-1] if tree.ndim == MASK_DIMENSIONS else tree.shape[1:]
-        return ("tensor", str(tree.dtype), lead, tuple(shape), tree.ndim)
+        return ("tensor", str(tree.dtype), first_dimension, tuple(shape), tree.ndim)
     if isinstance(tree, dict):
-        return tuple((key, kind_of(one, rows)) for key, one in tree.items())
+        return tuple((key, kind_of(item, rows)) for key, item in tree.items())
     if type(tree) in (tuple, list):
-        return (type(tree).__name__, *(kind_of(one, rows) for one in tree))
+        return (type(tree).__name__, *(kind_of(item, rows) for item in tree))
     return repr(tree)

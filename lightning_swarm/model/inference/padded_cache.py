@@ -1,7 +1,7 @@
-"""Presents the caches of several texts as one padded batch, as Hugging Face's own batches are, with masks.
+"""Presents the caches of several texts as one padded batch with masks, like Hugging Face's own batches.
 
-The keys of the texts are rows of one tensor, in which the texts' own caches are views. So a step appends in place, and
-one call computes the attention of all texts. The tensor is made anew when other texts come together.
+The keys of all texts are rows of one tensor, a slab, and the texts' own caches are views of it. So a step appends in
+place, and one call computes the attention of all texts. A step of other texts makes a new slab.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from lightning_swarm.model.inference.joint_attention import CannotJoin, PerText
 from lightning_swarm.model.partition import argument_of
 
 _MASK: Final = "attention_mask"  # name of the blocks' argument
-_MOST_PADDING: Final = 2.0  # padded tokens, as a multiple of the texts' own
-_MORE: Final = 4  # a new tensor has room for this part of the longest text beside it
-_MORE_TOKENS: Final = 32  # and for this many tokens
+_MOST_PADDING: Final = 2.0  # largest ratio of padded tokens to tokens
+# A new slab has room for 1/4 of the longest text's tokens, and for 32 tokens, beside the text itself.
+_SPARE_DIVISOR: Final = 4
+_SPARE_TOKENS: Final = 32
 
 
 def pads(caches: Sequence[Any], tokens: int) -> bool:
@@ -35,7 +36,7 @@ def pads(caches: Sequence[Any], tokens: int) -> bool:
 
 @dataclass(eq=False)
 class _Layer:
-    """The keys and values of one block: ``[rows, heads, capacity, dim]``, and the texts' views of them."""
+    """The keys and the values of one block, each ``[rows, heads, capacity, dim]``, and each text's views of them."""
 
     tensors: tuple[Tensor, Tensor]
     views: list[tuple[Tensor, Tensor]]
@@ -50,17 +51,17 @@ class Slab:
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> Slab:
-        """Return the slab of exactly these caches; a new one takes them out of their former slabs."""
+        """Return the slab of exactly these caches, or make it and dissolve their former slabs."""
         slabs = {id(slab): slab for cache in caches if (slab := slab_of(cache)) is not None}
-        own = next(iter(slabs.values()), None)
-        if len(slabs) == 1 and own is not None and own._is_of(caches):
-            return own
+        first = next(iter(slabs.values()), None)
+        if len(slabs) == 1 and first is not None and first._is_of(caches):
+            return first
         for slab in slabs.values():
             slab.dissolve(but=caches)
-        made = cls(caches)
+        new = cls(caches)
         for cache in caches:
-            vars(cache)[SLAB] = made
-        return made
+            vars(cache)[SLAB] = new
+        return new
 
     def _is_of(self, caches: Sequence[Any]) -> bool:
         return len(caches) == len(self._caches) and all(
@@ -68,15 +69,15 @@ class Slab:
         )
 
     def dissolve(self, but: Sequence[Any] = ()) -> None:
-        """Give the texts tensors of their own, so that none holds the memory of others that have left."""
-        for place, ref in enumerate(self._caches):
+        """Copy the texts' tensors, except those of `but`, so that no text keeps the memory of texts that have ended."""
+        for text_index, ref in enumerate(self._caches):
             cache = ref()
-            if cache is None or vars(cache).get(SLAB) is not self or any(cache is one for one in but):
+            if cache is None or vars(cache).get(SLAB) is not self or any(cache is other for other in but):
                 continue
             del vars(cache)[SLAB]
             for index, layer in self.layers.items():
                 own = cache.layers[index] if index < len(cache.layers) else None
-                if own is not None and _is_view(own, layer.views[place]):
+                if own is not None and _is_view(own, layer.views[text_index]):
                     own.keys, own.values = own.keys.clone(), own.values.clone()
 
 
@@ -87,7 +88,7 @@ def slab_of(cache: Any) -> Slab | None:
 
 
 def leave_slab(cache: Any) -> None:
-    """Before a step of one text alone: free the memory that it shares with others."""
+    """Before a step of one text alone, free the memory that it shares with other texts."""
     if (slab := slab_of(cache)) is not None:
         slab.dissolve()
 
@@ -97,18 +98,20 @@ def _is_view(layer: Any, view: tuple[Tensor, Tensor]) -> bool:
 
 
 class PaddedCache:
-    """One cache for a step of several texts, as far as blocks use it."""
+    """Presents the caches of several texts to blocks as one cache, for one step."""
 
     def __init__(self, caches: Sequence[Any], rows: Sequence[int], tokens: int) -> None:
-        """Present the caches of texts with these numbers of rows, for a step of so many tokens in each row."""
+        """Present the caches of texts; `rows` has each text's number of rows, and the step has `tokens` per row."""
         self._caches, self._slab, self._tokens = caches, Slab.of(caches), tokens
         ends = list(accumulate(rows, initial=0))
         self._rows = [slice(begin, end) for begin, end in pairwise(ends)]
         self._lengths = [attention_cache.length_of(cache) for cache in caches]
         self._longest = max(self._lengths) + tokens
         self._are_equal = len({*self._lengths}) == 1
-        of_rows = [length for length, number in zip(self._lengths, rows, strict=True) for _ in range(number)]
-        self._places = torch.tensor(of_rows)[:, None] + torch.arange(tokens)  # [rows, tokens]
+        row_lengths = [length for length, number in zip(self._lengths, rows, strict=True) for _ in range(number)]
+        self._positions = torch.tensor(row_lengths)[:, None] + torch.arange(
+            tokens
+        )  # of the step's tokens, [rows, tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the padded length before this step."""
@@ -119,36 +122,36 @@ class PaddedCache:
         texts, new = [cache.layers[layer_idx] for cache in self._caches], (keys, values)
         layer = self._slab.layers.get(layer_idx)
         if layer is None or layer.tensors[0].shape[2] < self._longest or not all(map(_is_view, texts, layer.views)):
-            layer = self._slab.layers[layer_idx] = self._gathered(texts, new)
-        for tensor, own in zip(layer.tensors, new, strict=True):
+            layer = self._slab.layers[layer_idx] = self._gather(texts, new)
+        for tensor, added in zip(layer.tensors, new, strict=True):
             if self._are_equal:
-                tensor[:, :, self._longest - self._tokens : self._longest] = own
+                tensor[:, :, self._longest - self._tokens : self._longest] = added
             else:
-                places = self._places.to(tensor.device)
-                tensor[torch.arange(len(tensor), device=tensor.device)[:, None], :, places] = own.transpose(1, 2)
-        for place, (text, rows, length) in enumerate(zip(texts, self._rows, self._lengths, strict=True)):
+                positions = self._positions.to(tensor.device)
+                tensor[torch.arange(len(tensor), device=tensor.device)[:, None], :, positions] = added.transpose(1, 2)
+        for index, (text, rows, length) in enumerate(zip(texts, self._rows, self._lengths, strict=True)):
             text.keys, text.values = (tensor[rows, :, : length + self._tokens] for tensor in layer.tensors)
-            layer.views[place] = text.keys, text.values
+            layer.views[index] = text.keys, text.values
         padded_keys, padded_values = (tensor[:, :, : self._longest] for tensor in layer.tensors)
         return padded_keys, padded_values
 
-    def _gathered(self, texts: Sequence[Any], new: tuple[Tensor, Tensor]) -> _Layer:
+    def _gather(self, texts: Sequence[Any], new: tuple[Tensor, Tensor]) -> _Layer:
         """Copy the texts' keys and values into new tensors."""
-        capacity = self._longest + self._longest // _MORE + _MORE_TOKENS
+        capacity = self._longest + self._longest // _SPARE_DIVISOR + _SPARE_TOKENS
         tensors = []
-        for name, own in zip(("keys", "values"), new, strict=True):
-            # Zeros, because attention multiplies padding by 0, which must not be NaN.
-            tensor = own.new_zeros(own.shape[0], own.shape[1], capacity, own.shape[3])
+        for name, added in zip(("keys", "values"), new, strict=True):
+            # Zeros, because attention multiplies padding by 0, and 0 times NaN would be NaN.
+            tensor = added.new_zeros(added.shape[0], added.shape[1], capacity, added.shape[3])
             for text, rows, length in zip(texts, self._rows, self._lengths, strict=True):
-                held = getattr(text, name)
-                if held.dtype != own.dtype or held.shape[2:3] != (length,):
+                present = getattr(text, name)
+                if present.dtype != added.dtype or present.shape[2:3] != (length,):
                     raise CannotJoin("a text's keys are of another kind")
-                tensor[rows, :, :length] = held
+                tensor[rows, :, :length] = present
             tensors.append(tensor)
         return _Layer((tensors[0], tensors[1]), [(text.keys, text.values) for text in texts])
 
     def arguments(self, keywords: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """Return the blocks' arguments with masks for the padding, in the dtype of a tensor if there were none."""
+        """Return the blocks' arguments with masks for the padding; new masks have the dtype and device of `like`."""
         return {name: self._argument(argument_of(name), value, like) for name, value in keywords.items()}
 
     def _argument(self, name: str, value: Any, like: Tensor) -> Any:
@@ -159,8 +162,8 @@ class PaddedCache:
         if name != _MASK or value is not None or self._are_equal:
             return value
         if self._tokens > 1:
-            raise CannotJoin("several tokens of a text have no mask")
-        is_padding = torch.arange(self._longest) > self._places  # [rows, keys]
+            raise CannotJoin("a step of several tokens has no mask")
+        is_padding = torch.arange(self._longest) > self._positions  # [rows, keys]
         mask = torch.zeros(is_padding.shape, dtype=like.dtype).masked_fill(is_padding, torch.finfo(like.dtype).min)
         return mask[:, None, None].to(like.device)
 

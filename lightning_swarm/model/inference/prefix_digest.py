@@ -1,7 +1,8 @@
-"""Digests of the first steps of sessions, by which clients that share prefixes name them.
+"""Digests of the first steps of sessions, by which clients name prefixes that several texts share.
 
-Each server computes these digests from the steps that it received and from the outputs that it sent on, so a message
-cannot give a prefix the digest of another one. The digest of what a stage sent is the next stage's of what it received.
+Each server computes these digests from the inputs that it received and from the outputs that it sent to the next stage,
+so a message cannot give a prefix the digest of another prefix. A stage's digest of its outputs equals the next stage's
+digest of its inputs.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from lightning_swarm.protocol.messages.inference import CacheRecipe
 
 @dataclass(frozen=True, kw_only=True)
 class StageInput:
-    """A step as a stage receives it: with caches and weights, it determines the step's results there and later."""
+    """A step as a stage receives it. With caches and weights, it determines the results of this and later stages."""
 
     stage_index: int
-    modes: Sequence[ComputeMode]  # of this stage and of the later ones
-    adapters: Sequence[bytes | None]  # likewise; empty: none
+    modes: Sequence[ComputeMode]  # one each for this stage and later stages
+    adapters: Sequence[bytes | None]  # one each for this stage and later stages; empty: no adapters
     recipe: CacheRecipe | None
-    exact: bool  # computed alone, so that its rounding does not depend on other texts
+    exact: bool  # the step is computed alone, so that its rounding does not depend on other texts
     tree: serialization.Tree  # hidden state and extras
 
     def digest(self, before: bytes) -> bytes:
-        """Return the digest of the steps up to this one, from the digest of the steps before it."""
+        """Return the digest of all steps up to this step, from `before`, the digest of the earlier steps."""
         structure, tensors = serialization.flatten(self.tree)
         head = (before, self.stage_index, self.modes, self.adapters, self.recipe, self.exact, structure)
         return digest(tensors, msgspec.msgpack.encode(head))
@@ -41,15 +42,15 @@ class PrefixDigests:
 
     received: bytes = b""
     sent: bytes = b""
-    found: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # received -> (number of steps, sent)
+    by_received: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)  # received -> (number of steps, sent)
 
     def add(self, number: int, received: bytes, sent: bytes) -> None:
         """Add the digests of the steps up to `number`."""
         self.received, self.sent = received, sent
-        self.found[received] = number, sent
+        self.by_received[received] = number, sent
 
     def upto(self, number: int) -> PrefixDigests:
         """Return the digests of the steps up to `number`."""
-        found = {received: entry for received, entry in self.found.items() if entry[0] <= number}
-        received = next(reversed(found))
-        return PrefixDigests(received, found[received][1], found)
+        kept = {received: entry for received, entry in self.by_received.items() if entry[0] <= number}
+        received = next(reversed(kept))
+        return PrefixDigests(received, kept[received][1], kept)

@@ -97,7 +97,7 @@ class PrefixStore:
                     found |= {number: (held, None) for number in request.numbers if held.can_branch(number)}
             elif self.policy.shares and held.digests is not None:
                 for number, digest in zip(request.numbers, request.digests, strict=True):
-                    own, sent = held.digests.found.get(digest, (0, b""))
+                    own, sent = held.digests.by_received.get(digest, (0, b""))
                     if own == number and held.can_branch(number):
                         found[number] = held, sent
         return found

@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.readable import few
 from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.fidelity.module_states import ServerStates
-from lightning_swarm.model.inference.attention_cache import Shadow, is_in_session, without_cache
+from lightning_swarm.model.inference.attention_cache import LayerLengths, is_in_session, without_cache
 from lightning_swarm.model.inference.joint_attention import JointCache, attending_jointly, join_rows, split_rows
 from lightning_swarm.model.inference.padded_cache import PaddedCache, leave_slab, pads
 from lightning_swarm.model.partition import StageModule
@@ -77,8 +77,8 @@ class SessionComputation:
             joint = JointCache(caches, rows)
         with torch.no_grad(), self._entered(mode, None if seed is None else KeyedRandom(seed)):
             inputs, keywords = arguments[0] if len(parts) == 1 else join_rows(arguments, rows)
-            shadows = [
-                Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
+            layer_lengths = [
+                LayerLengths(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
                 for part in parts
                 if part.cache is not None
             ]
@@ -89,8 +89,8 @@ class SessionComputation:
             with attending:
                 output = without_cache(self._module.uncompiled((inputs,), keywords), joint)
             outputs = [output] if len(parts) == 1 else split_rows(output, rows)
-            for shadow in shadows:  # of the caches: extends the lengths of later blocks' layers
-                shadow.follow()
+            for lengths in layer_lengths:
+                lengths.follow()
         return [to_send(encoded(output, codec), self._device) for output in outputs]
 
     def blocks(
@@ -100,10 +100,10 @@ class SessionComputation:
         with torch.no_grad():
             hidden, keywords = self._arguments(part)
         keywords = {name: part.cache if is_in_session(value) else value for name, value in keywords.items()}
-        shadow, num_drawn = None, 0
+        lengths, num_drawn = None, 0
         if part.cache is not None:
             leave_slab(part.cache)
-            shadow = Shadow(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
+            lengths = LayerLengths(part.cache, first_block=first_block, rows=part.rows, length=part.tokens)
         for number in range(len(self._module.blocks)):
             if number:
                 yield
@@ -114,8 +114,8 @@ class SessionComputation:
             num_drawn = 0 if drawing is None else drawing.draw
         with torch.no_grad():
             output = without_cache(hidden, part.cache)
-            if shadow is not None:
-                shadow.follow()
+            if lengths is not None:
+                lengths.follow()
             return to_send(encoded(output, self._codecs.activations), self._device)
 
     @contextlib.contextmanager

@@ -96,7 +96,7 @@ class StageSession:
 
     def branch(self, client: PeerId, route: list[PeerId], number: int) -> StageSession:
         """Return a session of a client that begins with the first steps of this one, if it `can_branch` there."""
-        cache = attention_cache.branched(self.cache, remove=self.lengths[-1] - self.lengths[number - 1])
+        cache = attention_cache.branch_of(self.cache, remove=self.lengths[-1] - self.lengths[number - 1])
         return StageSession(
             client,
             0,

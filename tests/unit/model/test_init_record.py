@@ -174,5 +174,5 @@ def test_where_nothing_is_drawn_random_values_are_refused_and_others_made() -> N
     assert torch.equal(torch.get_rng_state(), before)
     (found,) = record.values([record.view(counted)], CPU)
     assert torch.equal(found, torch.arange(4.0) * 2)
-    with pytest.raises(ConfigError, match="at random must be in its files"):
+    with pytest.raises(ConfigError, match="random tensors of a model must be in its files"):
         record.values([record.view(linear.weight)], CPU)

@@ -15,7 +15,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.inference.attention_cache import (
     _CHANGES,
     CacheHandle,
-    Shadow,
+    LayerLengths,
     apply,
     build,
     is_cache,
@@ -82,10 +82,10 @@ def test_a_server_has_the_contents_of_its_own_blocks_and_all_lengths(config: Any
     served = build(handle.recipe)
     for length in (5, 1, 2):
         step(plain, range(3), length)
-        shadow = Shadow(served, first_block=1, rows=2, length=length)
+        lengths = LayerLengths(served, first_block=1, rows=2, length=length)
         assert served.get_seq_length() == plain.get_seq_length(), "as at the second block of one machine"
         step(served, range(1, 2), length)
-        shadow.follow()
+        lengths.follow()
         handle.grow(original, rows=2, length=length, num_layers=3)
         for one in (op("reorder", 1, 0), op("repeat", 2), op("select", 0, 3)):
             apply(served, one)

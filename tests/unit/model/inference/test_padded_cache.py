@@ -109,7 +109,7 @@ def test_no_text_holds_the_memory_of_others_that_have_left() -> None:
 def test_a_branch_shares_no_memory_that_texts_append_to(remove: int) -> None:
     caches, others = begun()
     step(caches, others, [0, 1, 2, 3])
-    branch, other = (attention_cache.branched(each[2], remove=remove) for each in (caches, others))
+    branch, other = (attention_cache.branch_of(each[2], remove=remove) for each in (caches, others))
     assert slab_of(branch) is None
     shared = {tensor.untyped_storage().data_ptr() for tensor in attention_cache.tensors(caches[2])}
     assert not shared & {tensor.untyped_storage().data_ptr() for tensor in attention_cache.tensors(branch)}
