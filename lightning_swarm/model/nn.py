@@ -53,10 +53,13 @@ def call_blocks(
     blocks: Iterable[torch.nn.Module],
     inputs: tuple[Any, ...],
     extras: Mapping[str, Any],
-    keywords: Sequence[Sequence[str]] | None = None,  # the names that each block accepts, if they are known
+    keywords: Sequence[Sequence[str]] | None = None,  # the names that each block accepts; None: read them here
 ) -> Any:
-    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names."""
-    for index, block in enumerate(blocks):  # extras that no block here names are for another stage
+    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names.
+
+    Extras that none of these blocks names are for other stages, and are ignored.
+    """
+    for index, block in enumerate(blocks):
         named = _names(block) if keywords is None else keywords[index]
         inputs = (block(*inputs, **{name: extras[name] for name in named if name in extras}),)
     if len(inputs) != 1:
@@ -66,7 +69,7 @@ def call_blocks(
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types here
 def _names(block: torch.nn.Module) -> tuple[str, ...]:
-    """Return `accepted_keywords` as a constant for the compiler, which reads no signatures and knows no sets."""
+    """Return `accepted_keywords` as a constant for torch's compiler, which supports neither signatures nor sets."""
     return tuple(sorted(accepted_keywords(block)))
 
 
@@ -75,16 +78,16 @@ def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
     if isinstance(block, Sequential):
         return frozenset[str]().union(*map(accepted_keywords, block))
     if "forward" in vars(block):
-        # This object's forward was wrapped (by a profiler, a quantiser, ...), so its class's signature does not apply.
+        # A profiler or quantiser has replaced this object's forward, so the class's signature does not apply.
         return _keywords(block.forward, is_bound=True)
     return _keywords_of_class(type(block).forward)
 
 
 def _keywords(forward: Callable[..., Any], *, is_bound: bool) -> frozenset[str]:
-    """Return a forward's keywords behind its first positional parameter, and behind `self` unless it is bound."""
+    """Return a forward's keywords after its first positional parameter, and after `self` unless it is bound."""
     try:
         parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):  # it has no readable signature
+    except (TypeError, ValueError):  # builtins may have no signature
         return frozenset()
     if not is_bound:
         parameters = parameters[1:]

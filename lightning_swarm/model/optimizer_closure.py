@@ -1,4 +1,4 @@
-"""The closure passed to an optimizer's `step`. Unlike Lightning's, it computes nothing: gradients exist already."""
+"""The closure passed to an optimizer's `step`. Unlike Lightning's, it sets gradients that were computed before."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class GradientClosure:
         self._parameters = parameters
         self._kind = kind
         self._gradients = [parameter.grad for parameter in parameters]
-        # One parameter is enough, because an optimizer that changes weights before its closure changes all of these.
+        # One parameter is enough, because an optimizer that changes weights before its closure changes all of them.
         self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None][-1:]
         self._called = False
         for parameter in parameters:
-            parameter.grad = None  # hooks before the step do not see the gradient
-        self._before = self._seen()
+            parameter.grad = None  # as in Lightning, hooks before the step see no gradient
+        self._before = self._fingerprint()
 
-    def _seen(self) -> list[Any]:
+    def _fingerprint(self) -> list[Any]:
         # Versions do not count writes to `data`, so a few values are compared, too.
         values = [parameter.detach().flatten()[:_SAMPLE].clone() for parameter in self._with_gradient]
         return [*((parameter.data_ptr(), parameter._version) for parameter in self._parameters), *values]
 
     def __call__(self) -> None:
         """Set the parameters' gradients; raise `ConfigError` if weights have changed since the step began."""
-        pairs = zip(self._before, self._seen(), strict=True)
+        pairs = zip(self._before, self._fingerprint(), strict=True)
         if not all(torch.equal(old, new) if isinstance(old, Tensor) else old == new for old, new in pairs):
             raise ConfigError(
                 "an optimizer must compute each step from one gradient at the weights before the step, because the "
                 f"batches have already passed all stages; {self._kind} changes weights and calls its closure again, "
-                "as sharpness-aware optimizers do. Use one that does not, such as SGD or AdamW. For flat minima, use "
+                "as sharpness-aware optimizers do. Use another optimizer, such as SGD or AdamW. For flat minima, use "
                 "`StochasticWeightAveraging` or `EMAWeightAveraging`."
             )
         self._called = True
@@ -51,6 +51,6 @@ class GradientClosure:
         """Refuse an optimizer that stepped without calling the closure, as Lightning does."""
         if not self._called:
             raise ConfigError(
-                f"an optimizer's `step` must call the closure that it is given, and that of {self._kind} did not. Have "
+                f"an optimizer's `step` must call its argument `closure`, but the `step` of {self._kind} did not. Let "
                 "it begin with `loss = closure()`."
             )

@@ -17,7 +17,7 @@ from lightning_swarm.protocol.messages.run import Selection
 
 def kind_of(optimizer: Optimizer) -> str:
     """Return an optimizer's class and hyperparameters' names, because several packages may use one class name."""
-    # Values are left out, because each record sets them to the lead's.
+    # Values are left out, because each record sets them to the lead's values.
     return f"{type(optimizer).__qualname__}({', '.join(sorted(optimizer.defaults))})"
 
 
@@ -28,17 +28,18 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
         shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
         if shapes:
             raise ConfigError(
-                "an optimizer must hold parameters of the LightningModule only, the others are on no server: parameter "
-                f"group {index} has foreign ones of the shapes {shapes[:5]}. Make their module an attribute of the "
-                "LightningModule, in a block of the pipeline; if it was one and has been replaced, make the optimizer "
-                "after that, in `configure_optimizers`."
+                "an optimizer must hold parameters of the LightningModule only, because other parameters are on no "
+                f"server: parameter group {index} has others, of the shapes {shapes[:5]}. Make their module an "
+                "attribute of the LightningModule, in a block of the pipeline. If it was replaced, make the optimizer "
+                "afterwards, in `configure_optimizers`."
             )
     held = set(map(id, parameters_of(optimizer)))
     for after, layer in boundary_layers(module).items():
         if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters()):
             raise ConfigError(
-                f"`configure_optimizers` must train the boundary layers, got an optimizer without the one after "
-                f"{after!r}. Give it `self.parameters()`, which has them, or `requires_grad_(False)` them."
+                f"`configure_optimizers` must train the boundary layers, got an optimizer without the layer after "
+                f"{after!r}. Pass it `self.parameters()`, which includes them, or freeze them by "
+                "`requires_grad_(False)`."
             )
     return Selection(
         num_groups=len(optimizer.param_groups),
@@ -61,8 +62,8 @@ def _with_tuples(own: Any, value: Any) -> Any:
     if not isinstance(value, (list, tuple)) or not isinstance(own, (list, tuple)):
         return value
     olds = [own[min(index, len(own) - 1)] if own else None for index in range(len(value))]
-    found = [_with_tuples(one, new) for one, new in zip(olds, value, strict=True)]
-    return tuple(found) if isinstance(own, tuple) else found
+    items = [_with_tuples(old, new) for old, new in zip(olds, value, strict=True)]
+    return tuple(items) if isinstance(own, tuple) else items
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -91,7 +92,7 @@ def state_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, d
 
 def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """Return the state, by parameter name, that an optimizer over the whole model has after loading a state dict."""
-    # The optimizer's own code loads it, over parameters of the same kind that take no memory.
+    # The optimizer's own code loads it, over copies of the parameters that take no memory.
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     like = {
@@ -112,7 +113,7 @@ def as_state_dict(
     """Convert state by parameter name to the state dict that `optimizer.state_dict()` returns in one process."""
     copy = dict if shared else copied_state  # a copy shares no memory with `state`
     states = {p: copy(state[names[id(p)]]) for p in parameters_of(optimizer) if names[id(p)] in state}
-    # A parameter may have values for its group and no state of its own, and then none is saved for it.
+    # For a parameter with values for its group but without state of its own, no state is saved.
     group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
     before = dict(optimizer.state)  # restored below
     try:

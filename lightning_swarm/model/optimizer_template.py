@@ -1,4 +1,4 @@
-"""Copies of the user's optimizer for stages, each over the stage's own parameters."""
+"""Copies of the user's optimizer for stages, over the stages' parameters, and trials of whether it can step so."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.wire import MAX_TEXT
 _Kind = TypeVar("_Kind", bound=Hashable)
 
 HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_TRIED_STEPS: Final = 6  # steps of a trial
+_TRIAL_STEPS: Final = 6
 _ROUNDINGS: Final = 32  # rounding errors by which the weights of two trials may differ
 # Types of objects that hooks may refer to.
 _REFERABLE: Final = (
@@ -46,20 +46,20 @@ def override_manager(optimizer: Optimizer) -> Any:
 
 
 def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy overrides to copies of parameters; `pairs` are originals, which the optimizer still has, and copies."""
+    """Copy overrides to copies of parameters; `pairs` are the originals, which the optimizer still has, and copies."""
     manager = override_manager(optimizer)
     if manager is not None:
         optimizer.check_overrides()  # type: ignore[attr-defined]  # resolves overrides that were set by module
-        configs = manager.pid2config  # id -> config; a deleted parameter may have had the id of a copy
-        for own, made in pairs:
-            if id(own) in configs:
-                configs[id(made)] = configs[id(own)]
+        configs = manager.pid2config  # id -> config
+        for original, made in pairs:
+            if id(original) in configs:
+                configs[id(made)] = configs[id(original)]
             else:
-                configs.pop(id(made), None)
+                configs.pop(id(made), None)  # may be the config of a deleted parameter with the same id
 
 
 def place_overrides(optimizer: Optimizer) -> None:
-    """Update the overrides by position to the parameters that are there now; call it before each step."""
+    """Update the overrides by position to the optimizer's present parameters; call it before each step."""
     if (manager := override_manager(optimizer)) is not None:
         manager.index2config.clear()
         manager.register_parameters(optimizer.param_groups)
@@ -80,8 +80,8 @@ class OptimizerTemplate:
         self._is_on_cpu = all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer))
         state = serialization.flatten(list(optimizer.state.values()))[1]
         self._has_state = bool(state)
-        # State on meta has no values, so each stage has to make its own. Other state comes from the lead before the
-        # first step.
+        # State on meta has no values, so each stage must make its own. Other state comes from the lead before the first
+        # step.
         self._needs_state = any(tensor.is_meta for tensor in state)
 
     def cut(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -96,25 +96,26 @@ class OptimizerTemplate:
     def check_steps(self, *, in_stages: bool) -> frozenset[str]:
         """Refuse an optimizer that evaluates gradients at several weights, as LBFGS does.
 
-        With `in_stages`, also refuse one whose update of a parameter uses the gradients of others.
+        With `in_stages`, also refuse an optimizer whose update of a parameter uses gradients of other parameters.
 
-        Returns the keys of a parameter group that its steps write, such as a step count.
+        Return the keys of a parameter group that its steps write, such as a step count.
         """
         kind, written = type(self._optimizer).__name__, dict[str, Any]()
         for name, *others in self._names_to_try():
             try:
-                alone = self._tried([name])
-                apart = not (in_stages and others) or _is_near(self._tried([name, *others]).weight, alone.weight)
+                alone = self._try_steps([name])
+                # A trial with other parameters must give the first parameter the same weights.
+                apart = not (in_stages and others) or _is_near(self._try_steps([name, *others]).weight, alone.weight)
             except ConfigError:
                 raise
             except Exception as error:
-                if not self._is_on_cpu:  # it may work on the right device
+                if not self._is_on_cpu:  # on its device, the optimizer may work
                     return frozenset()
                 raise ConfigError(
-                    "an optimizer must step some parameters without the others, and by gradients alone, as servers do: "
-                    f"{kind} fails on {name!r} with {type(error).__name__}: {error}. Take another optimizer."
+                    "an optimizer must be able to step some of its parameters, from their gradients only, as servers "
+                    f"do: {kind} fails on {name!r} with {type(error).__name__}: {error}. Use another optimizer."
                 ) from error
-            alone.check_kept(kind)
+            alone.check_state(kind)
             if not apart:
                 raise ConfigError(
                     "an optimizer must step each parameter by its own gradient, because stages have only their own "
@@ -126,12 +127,12 @@ class OptimizerTemplate:
         return frozenset(written)
 
     def unportable(self) -> str:
-        """Return why machines of different kinds could not step to the same bits; empty if they can."""
+        """Return why steps on machines of different kinds would differ in their bits; empty if they would not."""
         kind = type(self._optimizer).__name__
         try:
             for name in self._smallest(lambda own: (own.dim(), own.dtype)).values():
                 with PortableArithmetic():
-                    self._tried([name], portable=True)
+                    self._try_steps([name], portable=True)
         except Unportable as error:
             return f"{kind} computes by {error.operation}"[:MAX_TEXT]
         except Exception as error:  # noqa: BLE001 - any failure counts as not portable
@@ -139,55 +140,55 @@ class OptimizerTemplate:
         return ""
 
     def _names_to_try(self) -> list[list[str]]:
-        """Return the names of parameters to try together, one list for each number of dimensions.
+        """Return the names of parameters to step together in trials, one list for each number of dimensions.
 
-        Its smallest parameter comes first, and is also tried alone. The others are the smallest other one of the same
-        shape, and the smallest other one of each number of dimensions.
+        Each list begins with the smallest parameter of its number of dimensions, which is also stepped alone. The next
+        are the smallest other parameter of the same shape, and the smallest of each number of dimensions.
         """
-        found = []
+        groups = []
         for name in self._smallest(Tensor.dim).values():
-            shapes = self._smallest(lambda own: own.shape, but=name)
-            alike = [one for shape, one in shapes.items() if shape == self._parameters[name].shape]
-            found.append(list(dict.fromkeys([name, *alike, *self._smallest(Tensor.dim, but=name).values()])))
-        return found
+            by_shape = self._smallest(lambda parameter: parameter.shape, but=name)
+            alike = [other for shape, other in by_shape.items() if shape == self._parameters[name].shape]
+            groups.append(list(dict.fromkeys([name, *alike, *self._smallest(Tensor.dim, but=name).values()])))
+        return groups
 
     def _smallest(self, kind: Callable[[Tensor], _Kind], *, but: str = "") -> dict[_Kind, str]:
-        """Return the name of the smallest parameter of each kind, except `but`."""
+        """Return the name of the smallest parameter of each kind, without the parameter `but`."""
         by_size = sorted(self._parameters, key=lambda name: self._parameters[name].numel())
         return {kind(self._parameters[name]): name for name in reversed(by_size) if name != but}
 
-    def _tried(self, names: Sequence[str], *, portable: bool = False) -> _Tried:
+    def _try_steps(self, names: Sequence[str], *, portable: bool = False) -> _Trial:
         """Step these parameters a few times with random gradients, and return the effects."""
         indices = {name: list(self._parameters).index(name) for name in names}
         dtypes = {name: self._parameters[name].dtype if portable else None for name in names}
 
-        def numbers(name: str, step: int) -> Tensor:
-            # Sizes of gradients vary between steps and parameters, so that any factor common to all parameters shows.
-            draw = torch.Generator().manual_seed(1 + indices[name] * (_TRIED_STEPS + 1) + step)
+        def random_values(name: str, step: int) -> Tensor:
+            # Sizes of gradients vary between steps and parameters, so that a common factor, as of a norm, shows.
+            generator = torch.Generator().manual_seed(1 + indices[name] * (_TRIAL_STEPS + 1) + step)
             size = 4.0 ** ((indices[name] + 2 * step) % 5 - 2)
-            return torch.randn(self._parameters[name].shape, generator=draw, dtype=dtypes[name]) * size
+            return torch.randn(self._parameters[name].shape, generator=generator, dtype=dtypes[name]) * size
 
-        made = {name: nn.Parameter(numbers(name, 0)) for name in names}
-        optimizer = self.cut(made)
-        for hooks in HOOKS:  # hooks may record their calls
+        parameters = {name: nn.Parameter(random_values(name, 0)) for name in names}
+        optimizer = self.cut(parameters)
+        for hooks in HOOKS:  # not called, because hooks may record their calls
             vars(optimizer).get(hooks, {}).clear()
         groups = [{key: copy.copy(value) for key, value in group.items()} for group in optimizer.param_groups]
         place_overrides(optimizer)
-        drawn, own = _Drawn(), dict[str, Any]()
+        detector, numbers = _DrawDetector(), dict[str, Any]()
         with torch.random.fork_rng(devices=()):
-            for step in range(1, _TRIED_STEPS + 1):
+            for step in range(1, _TRIAL_STEPS + 1):
                 torch.default_generator.manual_seed(step)  # device generators are not used, and seeding them is slow
-                for name, parameter in made.items():
-                    parameter.grad = numbers(name, step)
-                closure = GradientClosure([*made.values()], type(optimizer).__name__)
-                with portable_groups(optimizer) if portable else drawn:
+                for name, parameter in parameters.items():
+                    parameter.grad = random_values(name, step)
+                closure = GradientClosure([*parameters.values()], type(optimizer).__name__)
+                with portable_groups(optimizer) if portable else detector:
                     optimizer.step(closure)  # type: ignore[arg-type]  # there is no loss here
                 closure.check()
                 if step == 1:  # the baseline for `changed`, because the first step may create numbers
-                    own = {key: copy.deepcopy(value) for key, value in _own_numbers(optimizer).items()}
+                    numbers = {key: copy.deepcopy(value) for key, value in _own_numbers(optimizer).items()}
         pairs = zip(optimizer.param_groups, groups, strict=True)
-        return _Tried(
-            weight=made[names[0]].detach(),
+        return _Trial(
+            weight=parameters[names[0]].detach(),
             written={
                 key: new
                 for group, old in pairs
@@ -195,22 +196,22 @@ class OptimizerTemplate:
                 if key != "params" and (key not in old or not _is_same(old[key], new))
             },
             state=optimizer.state,
-            draws=drawn.any,
-            changed=[name for name, value in _own_numbers(optimizer).items() if not _is_same(own.get(name), value)],
+            draws=detector.has_drawn,
+            changed=[name for name, value in _own_numbers(optimizer).items() if not _is_same(numbers.get(name), value)],
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tried:
+class _Trial:
     """The effects of a few steps of an optimizer."""
 
     weight: Tensor  # the first parameter after the steps
     written: Mapping[str, Any]  # new values in parameter groups
     state: Mapping[Any, Any]
     draws: bool  # whether the steps draw random numbers
-    changed: Sequence[str]  # numbers that the optimizer keeps and changes elsewhere
+    changed: Sequence[str]  # names of the optimizer's own attributes whose numbers the steps change
 
-    def check_kept(self, kind: str) -> None:
+    def check_state(self, kind: str) -> None:
         """Refuse an optimizer whose state cannot be sent from peer to peer."""
         if self.draws:
             raise ConfigError(
@@ -227,33 +228,33 @@ class _Tried:
         elsewhere += [f"`self.state[{key!r}]`" for key in self.state if not isinstance(key, Tensor)]
         if elsewhere:
             raise ConfigError(
-                "what an optimizer's steps change must be in its parameters' state or its parameter groups, which go "
-                f"from peer to peer: {kind} changes {', '.join(elsewhere)}. Keep it in `self.state[parameter]`, or "
-                "take another optimizer."
+                "an optimizer's steps may change only its parameters' state and its parameter groups, which are sent "
+                f"from peer to peer: {kind} changes {', '.join(elsewhere)}. Keep it in `self.state[parameter]`, or use "
+                "another optimizer."
             )
         for key, value in (item for values in self.state.values() for item in values.items()):
             try:
                 serialization.flatten(value)
             except (SwarmError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    "an optimizer's state must be tensors, numbers and text in lists and in dicts with text as keys, "
-                    f"to go from peer to peer: {kind} keeps {key!r}, a {type(value).__name__}. Take another optimizer, "
-                    "or an argument of it with which it keeps no such value."
+                    "an optimizer's state must consist of tensors, numbers and text, in lists or dicts with text keys, "
+                    f"to be sent from peer to peer: {kind} keeps {key!r}, a {type(value).__name__}. Use another "
+                    "optimizer, or arguments with which it keeps no such value."
                 ) from error
 
 
 def _is_near(one: Tensor, other: Tensor) -> bool:
-    """Return whether weights differ by rounding at most, since matrices of one shape may be multiplied in one batch."""
+    """Return whether weights differ at most by rounding, as if products of several matrices are computed in a batch."""
     rounding = _ROUNDINGS * torch.finfo(one.dtype).eps * float(other.abs().max()) if other.numel() else 0.0
     return bool(((one - other).abs() <= rounding).all() or torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
-class _Drawn(TorchDispatchMode):
-    """Detects random draws in this thread, while other threads may draw from the same generators."""
+class _DrawDetector(TorchDispatchMode):
+    """Detects random draws of this thread, while other threads may draw from the same generators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.any = False
+        self.has_drawn = False
 
     @override
     def __torch_dispatch__(
@@ -261,7 +262,7 @@ class _Drawn(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
-        self.any = self.any or draws
+        self.has_drawn = self.has_drawn or draws
         return func(*args, **kwargs)
 
 
@@ -289,8 +290,8 @@ def check_hooks(optimizer: Optimizer) -> None:
                 raise ConfigError(
                     "an optimizer's hooks and a replaced `step` must use only their arguments, such as "
                     "`optimizer.param_groups`, because they run on servers, for the parameters of one stage, and "
-                    f"their other effects are lost; got one that refers to a {type(found).__name__}. Write weights in "
-                    "`on_train_batch_end` instead."
+                    f"their other effects are lost; got a hook that refers to a {type(found).__name__}. Write weights "
+                    "in `on_train_batch_end` instead."
                 )
 
 
@@ -307,14 +308,14 @@ def _referred(hook: Any) -> Iterator[Any]:
     elif isinstance(hook, MethodType):
         yield hook.__self__
     elif isinstance(hook, FunctionType):
-        found = [cell.cell_contents for cell in hook.__closure__ or () if cell != CellType()]
-        yield from (one.__self__ if isinstance(one, MethodType) else one for one in found)
+        contents = [cell.cell_contents for cell in hook.__closure__ or () if cell != CellType()]
+        yield from (value.__self__ if isinstance(value, MethodType) else value for value in contents)
     else:
         yield hook
 
 
 def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter]) -> None:
-    """Replace parameters of an optimizer, and drop their state; `replaced` maps an old one's `id` to the new one."""
+    """Replace parameters of an optimizer, and drop their state; `replaced` maps ids of old parameters to the new."""
     for parameter in parameters_of(optimizer):
         if id(parameter) in replaced:
             optimizer.state.pop(parameter, None)
@@ -323,24 +324,24 @@ def replace_parameters(optimizer: Optimizer, replaced: Mapping[int, nn.Parameter
 
 
 def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -> Optimizer:
-    """Copy an optimizer, without state, over counterparts of its parameters; the rest are left out."""
+    """Copy an optimizer, without state, over counterparts of its parameters; parameters without one are left out."""
     known: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
     known.update(counterparts)
-    wrapped = list(optimizers_in(optimizer))
-    known.update({id(one): object.__new__(type(one)) for one in wrapped})
+    originals = list(optimizers_in(optimizer))
+    known.update({id(original): object.__new__(type(original)) for original in originals})
     manager = override_manager(optimizer)
     known[id(manager)] = manager
-    for one in wrapped:  # a wrapper may share attributes with its inner optimizer
-        for group in vars(one).get("param_groups", ()):
-            own = [known[id(parameter)] for parameter in group["params"] if id(parameter) in counterparts]
+    for original in originals:  # a wrapper may share attributes with its inner optimizer
+        for group in vars(original).get("param_groups", ()):
+            parameters = [known[id(parameter)] for parameter in group["params"] if id(parameter) in counterparts]
             rest = {key: copy_value(value, known) for key, value in group.items() if key != "params"}
-            known.setdefault(id(group), {"params": own, **rest})
-        if isinstance(state := vars(one).get("state"), dict):
+            known.setdefault(id(group), {"params": parameters, **rest})
+        if isinstance(state := vars(original).get("state"), dict):
             empty = copy.copy(state)
             empty.clear()
             known.setdefault(id(state), empty)
-    for one in wrapped:
-        vars(known[id(one)]).update(_attributes(one, known))
+    for original in originals:
+        vars(known[id(original)]).update(_attributes(original, known))
     made: Optimizer = known[id(optimizer)]
     return made
 
@@ -378,7 +379,7 @@ def _first_state(optimizer: Optimizer, *, needed: bool) -> dict[Tensor, Any]:
         if not needed:
             return {}
         raise ConfigError(
-            "an optimizer over a module on torch's meta device must have no state before its first step, or it must "
-            f"be possible to create it again from its `defaults`; for {kind.__name__} that failed: {error}. Use "
-            "another optimizer, or build the module on a device."
+            "an optimizer over a module on torch's meta device must have no state before its first step, or its class "
+            f"must accept its `defaults` as arguments, but {kind.__name__} fails with them: {error}. Use another "
+            "optimizer, or build the module on a device."
         ) from error

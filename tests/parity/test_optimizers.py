@@ -142,12 +142,12 @@ UNCUT: dict[str, Any] = {
 }
 REASONS = {
     "looks at others": "also reads others",
-    "state of its own form": "an optimizer's state must be|may write only numbers into its parameter groups",
-    "keeps numbers elsewhere": "must be in its parameters' state",
+    "state of its own form": "an optimizer's state must consist of|may write only numbers into its parameter groups",
+    "keeps numbers elsewhere": "may change only its parameters' state",
     "random numbers": "must draw no random numbers",
     "hyperparameters of other kinds": "hyperparameters of a parameter group must be",
     "several gradients": "from one gradient|one dense gradient",
-    "cannot be stepped in parts": "must step some parameters without the others",
+    "cannot be stepped in parts": "must be able to step some of its parameters",
 }
 
 

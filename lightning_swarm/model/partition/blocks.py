@@ -25,9 +25,9 @@ class Blocks:
     """The chain of blocks that is partitioned into stages."""
 
     root: nn.Module  # the module whose forward the chain replaces, or the list whose blocks are called one by one
-    root_name: str  # its dotted name in the model; empty for the model itself
-    names: tuple[str, ...]  # unique
-    modules: tuple[nn.Module, ...]  # the model may hold them under other names; it must hold their parameters
+    root_name: str  # the root's dotted name in the model; empty for the model itself
+    names: tuple[str, ...]  # unique; the modules may have other names in the model
+    modules: tuple[nn.Module, ...]  # their parameters must be the model's
 
     @property
     def is_empty(self) -> bool:
@@ -40,12 +40,12 @@ class Blocks:
         return isinstance(self.root, nn.ModuleList)
 
     def named_modules(self) -> list[Named]:
-        """Return all modules in blocks, by names that begin with the block's name."""
+        """Return all modules in blocks, with names that begin with the block's name."""
         return named_within(zip(self.names, self.modules, strict=True))
 
 
 def no_blocks(model: nn.Module) -> Blocks:
-    """Return no blocks for a LightningModule that stays whole: its parameters are one stage, on the trainers."""
+    """Return an empty chain, for a LightningModule that is not cut: its parameters are one stage, on the trainers."""
     return Blocks(model, "", (), ())
 
 
@@ -55,7 +55,7 @@ def defines_stages(model: nn.Module) -> bool:
 
 
 def can_be_cut(model: nn.Module) -> bool:
-    """Return whether a LightningModule has a chain of blocks that is found without its name."""
+    """Return whether a LightningModule has a chain of blocks that `find_blocks` finds without a name."""
     try:
         find_blocks(model, None)
     except ConfigError:
@@ -89,7 +89,7 @@ def _refuse_own_forward(root: nn.Module, name: str) -> None:
     if "forward" in vars(root) or type(root).forward not in plain:
         raise ConfigError(
             "a `Sequential` that is cut must run its blocks one after the other and do nothing else, got "
-            f"{type(root).__name__} {name!r} with a `forward` of its own. Move what it adds into a block, or define "
+            f"{type(root).__name__} {name!r} with a `forward` of its own. Move its additions into a block, or define "
             f"`{_HOOK}(self)` that returns the blocks in order."
         )
 
@@ -132,9 +132,9 @@ def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
     """Return the blocks that `configure_stages` lists, which replace the forward of `root`."""
     if isinstance(root, nn.ModuleList):
         raise ConfigError(
-            f"`{_HOOK}` lists the blocks that replace a module's forward, and a `ModuleList` has no forward: got "
-            f"`pipeline={name!r}` with `{_HOOK}` in {type(model).__name__}. Name the module that runs the blocks, or "
-            "remove one of the two."
+            f"with `{_HOOK}`, `pipeline` must name a module with a forward, which the blocks replace: got the "
+            f"`ModuleList` {name!r} in {type(model).__name__}. Name the module that runs the blocks, or leave out "
+            f"`pipeline` or `{_HOOK}`."
         )
     result: object = getattr(model, _HOOK)()
     if isinstance(result, nn.ModuleDict | nn.ModuleList | nn.Sequential):
@@ -170,7 +170,7 @@ def _checked(blocks: Blocks) -> Blocks:
 
 def _choices(model: nn.Module) -> str:
     halves = {id(part) for layer in boundary_layers(model).values() for part in layer.modules()}
-    candidates = [(name, one) for name, one in model.named_modules() if name and id(one) not in halves]
+    candidates = [(name, module) for name, module in model.named_modules() if name and id(module) not in halves]
     names = [name for name, module in candidates if isinstance(module, nn.Sequential | nn.ModuleList)]
     if not names:
         return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"
@@ -178,7 +178,7 @@ def _choices(model: nn.Module) -> str:
 
 
 def _fullest_list(model: nn.Module) -> str:
-    """Suggest the model's largest list of blocks: most models without such a `Sequential` have one."""
+    """Suggest to cut the model's largest list of blocks, which most models without a `Sequential` have."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     sizes = {name: sum(map(Tensor.numel, module.parameters())) for name, module in lists.items()}
     if not any(sizes.values()):
@@ -189,7 +189,7 @@ def _fullest_list(model: nn.Module) -> str:
 
 
 def _outside(model: nn.Module) -> str:
-    """Name the parameters that the fullest `Sequential` misses: often one forgotten layer."""
+    """Name the parameters outside of the fullest `Sequential`, which often are one forgotten layer."""
     candidates = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
     if not candidates:
         return ""

@@ -17,7 +17,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol import serialization
 
 CALLS: Final = "calls of the blocks"
-"""Key of the blocks' calls in the extras, beside the values. No argument has this name."""
+"""Key of the blocks' calls in the extras, which also have the values of arguments. No argument has this name."""
 
 CARRIED: Final = "carried with the hidden state"
 """Key of a pair: the names of values that travel with the hidden state, and the name of the last block.
@@ -25,9 +25,9 @@ CARRIED: Final = "carried with the hidden state"
 After the last block, only the hidden state is returned.
 """
 
-_MAX_KEPT_CALLS: Final = 64  # texts of calls that are kept as values, because each step of a text has the same
-_MAX_KEPT_CHARS: Final = 1 << 16  # longer texts are read each time
-_NTH: Final = "#"  # stands between an argument's name and the number of a further value for the argument
+_MAX_CACHED_CALLS: Final = 64  # decoded JSON that is cached, because all steps of a generated text have the same calls
+_MAX_CACHED_CHARS: Final = 1 << 16  # longer JSON is decoded each time
+_NTH: Final = "#"  # separates an argument's name from the number of its value, if the argument has several
 
 Pick: TypeAlias = int | str | tuple[int, int]  # an index, a key, or (index, required number of parts)
 
@@ -37,7 +37,7 @@ class BlockCall:
     """One call of a block."""
 
     arguments: Mapping[str, Any]  # all but the hidden state, by name
-    # Selections that the forward made from the block's output before the next block: ``(0,)`` for ``x = block(x)[0]``,
+    # The forward's selections from the block's output, which the next block gets: ``(0,)`` for ``x = block(x)[0]``,
     # ``((0, 2),)`` for ``x, weights = block(x)``.
     picks: tuple[Pick, ...] = ()
 
@@ -45,11 +45,11 @@ class BlockCall:
 def bind(
     names: Sequence[str],
     calls: Iterable[BlockCall],
-    shared: Collection[str] = (),  # arguments that belong to no sample; they get no gradient
+    shared: Collection[str] = (),  # arguments without a dimension of samples; they get no gradient
     *,
     carries: bool = True,  # whether values that need a gradient travel with the hidden state
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Convert calls of the named blocks to carried values (which need a gradient), and extras (the rest)."""
+    """Convert calls of the named blocks to carried values, which need a gradient, and to extras."""
     # Blocks may get different values under one name, such as the masks of local and of global attention. Each value
     # travels once, and each call names the value of each argument.
     values: dict[str, Any] = {}
@@ -77,19 +77,19 @@ def argument_of(name: str) -> str:
 
 
 def packed_calls(calls: Any) -> str:
-    """Return the calls of `bind` as text, because a string travels at less cost than nested values."""
+    """Return the calls of `bind` as JSON, because a string is encoded faster than nested values."""
     return msgspec.json.encode(serialization.flatten(calls)[0]).decode()
 
 
 def _unpacked_calls(calls: Any) -> Any:
-    """Return the calls of the blocks from their text, which may be untrusted; other calls stay as they are."""
+    """Return the calls of the blocks from their JSON, which may be untrusted, or unchanged if they are not packed."""
     if not isinstance(calls, str):
         return calls
-    return _read_calls(calls) if len(calls) <= _MAX_KEPT_CHARS else _read_calls.__wrapped__(calls)
+    return _decode_calls(calls) if len(calls) <= _MAX_CACHED_CHARS else _decode_calls.__wrapped__(calls)
 
 
-@functools.lru_cache(_MAX_KEPT_CALLS)
-def _read_calls(text: str) -> Any:
+@functools.lru_cache(_MAX_CACHED_CALLS)
+def _decode_calls(text: str) -> Any:
     try:
         return serialization.unflatten(msgspec.json.decode(text), [])
     except (msgspec.DecodeError, RecursionError) as error:
@@ -97,7 +97,7 @@ def _read_calls(text: str) -> Any:
 
 
 def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Select the extras that some of the blocks need from the extras of `bind`."""
+    """Select the extras that the blocks of these names need from the extras of `bind`."""
     calls = _unpacked_calls(extras[CALLS])
     bound = {name: call for name, call in calls.items() if name in names}
     wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
@@ -106,7 +106,7 @@ def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, A
 
 
 def extras_after(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Select the extras that all other blocks need."""
+    """Select the extras that the blocks not in `names` need."""
     return extras_for(extras, [name for name in _unpacked_calls(extras[CALLS]) if name not in names])
 
 
@@ -116,7 +116,7 @@ def call_bound(
     inputs: tuple[Any, ...],  # the hidden state and the carried values, or one tuple of these
     extras: Mapping[str, Any],
 ) -> Any:
-    """Call blocks in order, with the extras of `bind`; until the last block the result also has the carried values."""
+    """Call blocks in order, with the extras of `bind`; before the last block, the result has the carried values."""
     carried, last = extras.get(CARRIED, ([], names[-1]))
     if carried and len(inputs) == 1:
         (inputs,) = inputs  # the output of the block before, which is such a tuple
@@ -144,7 +144,7 @@ def _select(output: Any, pick: Pick, name: str | None) -> Any:
     values = list(output)
     if len(values) != count:
         raise ConfigError(
-            f"a block must return as many values as its output is unpacked into, {count}; block {name!r} returned "
+            f"a block must return as many values as the forward unpacks, {count}; block {name!r} returned "
             f"{len(values)}. Unpack all of them."
         )
     return values[index]
@@ -158,7 +158,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _add_value(values: dict[str, Any], argument: str, value: Any) -> str:
-    """Add a value to `values`, unless it is there already, and return its name."""
+    """Add a value to `values`, unless an argument of this name has it already, and return the value's name."""
     name, count = argument, 1
     while name in values and not _same(values[name], value):
         count += 1

@@ -1,4 +1,4 @@
-"""Refuses models that cannot be partitioned into stages or trained so, and calls of parts of a pipelined model."""
+"""Refuses models that cannot be partitioned into stages or trained in stages, and calls of single modules in blocks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_swarm.model.partition.stages import Named, Slot, StageModules
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse calls of modules in blocks, if the modules have parameters, until the returned handles are removed."""
-    # Servers train the parameters, and gradients of such a call would not reach them.
+    """Refuse calls of modules in blocks that have parameters, until the returned handles are removed."""
+    # Servers train the parameters, and gradients of the user's own calls would not reach the servers.
     blocks = list(blocks)
     parts = {
         id(part): part
@@ -38,7 +38,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 
 def _refuse(guarded: int, part: nn.Module, _inputs: Any) -> None:
-    # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
+    # In a compiled stage, this check would break the traced graph. Calls of a compiled module are checked before.
     if not torch.compiler.is_compiling() and id(part) == guarded:  # a copy has another id
         raise ConfigError(
             "modules in the pipeline must not be called on their own during a run, because their weights are on the "
@@ -58,7 +58,7 @@ def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
 
 
 def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
-    """Refuse layers, in blocks and outside, that cannot be trained in stages."""
+    """Refuse layers, inside and outside of blocks, that cannot be trained in stages."""
     modules = [*inside, *outside]
     check_initialised(modules)
     _refuse_any(
@@ -68,8 +68,8 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
     parameters = ((name, *item) for name, module in modules for item in module.named_parameters(recurse=False))
     _refuse_any(
         (f"{name}.{key}" for name, key, one in parameters if one.is_complex() and one.requires_grad),
-        "trained parameters must be real, gradients are summed as real numbers: {} are complex. Store them as real "
-        "ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
+        "trained parameters must be real, because gradients are summed as real numbers: {} are complex. Store real "
+        "parameters (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
     )
     # The swarm keeps running statistics of `BatchNorm` only.
     found = (
@@ -90,9 +90,8 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
     candidates = [*inside, *((name, m) for name, m in outside if next(m.parameters(), None) is not None)]
     _refuse_any(
         (name for name, module in candidates if isinstance(module, torch.jit.ScriptModule)),
-        "modules that are scripted or traced by `torch.jit` may stand outside of the blocks if they have no "
-        "parameters, got {}. Leave `torch.jit` out, or use `torch.compile`; keep a frozen one in a "
-        "list, `self.teacher = [scripted]`.",
+        "modules that are scripted or traced by `torch.jit` must be outside of blocks and have no parameters, got {}. "
+        "Leave `torch.jit` out, or use `torch.compile`. Keep a frozen module in a list, `self.teacher = [scripted]`.",
     )
 
 
@@ -122,7 +121,7 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
 
     `parameters` are slots by id, `held` the ids of each stage's parameters, `tied` the ids that several stages have.
     """
-    # Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
+    # Such stages would step differently, because each sums gradients in the dtype of its widest parameter.
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]
     mixed = (
@@ -132,9 +131,9 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
     )
     _refuse_any(
         mixed,
-        "stages that share a parameter must all have float64 parameters, or none of them may, got {}, shared by stages "
-        "with and without. Convert the model to one dtype, or choose `split` so that the blocks that share it are in "
-        "one stage.",
+        "stages that share a parameter must all have float64 parameters, or all have none, got {}, shared by stages "
+        "with and without float64 parameters. Convert the model to one dtype, or choose `split` so that the blocks "
+        "that share it are in one stage.",
     )
 
 
@@ -161,7 +160,7 @@ def check_statistics(stages: Sequence[StageModules]) -> None:
     if num_shared:
         raise ConfigError(
             "a batch norm must be in one stage only, which keeps its running statistics: got "
-            f"{num_shared} in several. Give each place a norm of its own, or choose `split` so that they are in one."
+            f"{num_shared} in several stages. Use separate norms, or choose `split` so that each norm is in one stage."
         )
 
 
@@ -175,6 +174,6 @@ def check_initialised(modules: Iterable[Named]) -> None:
     )
     _refuse_any(
         lazy,
-        "layers must know their shapes before the model is cut, got lazy ones that do not: {}. Give them their input "
-        "sizes, or run one batch through the model in `configure_model`.",
+        "layers must know their shapes before the model is cut, got uninitialised lazy layers: {}. Pass them their "
+        "input sizes, or run one batch through the model in `configure_model`.",
     )

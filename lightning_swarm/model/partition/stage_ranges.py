@@ -6,7 +6,7 @@ from itertools import accumulate
 from lightning_swarm.core.errors import ConfigError
 
 _Score = tuple[int, int]
-"""Sums over stages: of their squared costs, and of their squared numbers of blocks. Less is better."""
+"""The sums of squared costs of stages and of squared numbers of blocks. Less is better."""
 
 
 def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
@@ -24,7 +24,7 @@ def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
         raise ConfigError(f"the cost of a block must be at least 0, got {min(costs)}. Measure it again.")
     prefix = [0, *accumulate(costs)]
     largest = _smallest_bound(costs, num_stages)
-    # best[j]: the score of the best partition of the first j blocks into the stages so far, and where they begin.
+    # best[j]: the score of the best partition of the first j blocks into the stages so far, and where stages begin.
     best: list[tuple[_Score, tuple[int, ...]] | None] = [((0, 0), ())] + [None] * num_blocks
     for stage in range(num_stages):
         best = [_best_stage(best, prefix, end, largest) if end > stage else None for end in range(num_blocks + 1)]
@@ -34,7 +34,7 @@ def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
 
 
 def named_ranges(block_names: Sequence[str], starts: Sequence[str]) -> tuple[range, ...]:
-    """Partition blocks so that stages begin at the named blocks; the first stage begins at the first block anyway."""
+    """Partition blocks so that stages begin at the named blocks, and the first stage at the first block."""
     if not block_names:
         raise ConfigError("a pipeline must have at least one block, got none. Give the model blocks.")
     choices = f"choose from {', '.join(block_names)}"
@@ -84,7 +84,7 @@ def _stages_needed(costs: Sequence[int], bound: int) -> int:
 def _best_stage(
     best: list[tuple[_Score, tuple[int, ...]] | None], prefix: list[int], end: int, largest: int
 ) -> tuple[_Score, tuple[int, ...]] | None:
-    """Choose where one more stage, which ends before block `end`, begins; None if it would exceed `largest`."""
+    """Choose the first block of one more stage, which ends before block `end`; None if it would exceed `largest`."""
     found: tuple[_Score, tuple[int, ...]] | None = None
     for begin in range(end - 1, -1, -1):
         cost = prefix[end] - prefix[begin]
@@ -95,7 +95,7 @@ def _best_stage(
             continue
         (squares, lengths), begins = before
         score = (squares + cost * cost, lengths + (end - begin) ** 2)
-        # `<=`: of equal cuts the one found last begins its stage earliest.
+        # `<=`, because the last of equal partitions begins this stage earliest.
         if found is None or score <= found[0]:
             found = (score, (*begins, begin))
     return found

@@ -19,14 +19,14 @@ StageModules = Sequence[tuple[str | None, nn.Module]]
 
 
 def named_within(blocks: Iterable[Named]) -> list[Named]:
-    """Return all modules in named blocks, by names that begin with the block's name."""
-    return [(f"{name}.{key}" if key else name, inner) for name, one in blocks for key, inner in one.named_modules()]
+    """Return all modules in named blocks, with names that begin with the block's name."""
+    return [(f"{name}.{key}" if key else name, inner) for name, block in blocks for key, inner in block.named_modules()]
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
     """The properties of a parameter or buffer on which peers must agree."""
 
-    name: str  # name in the LightningModule's state dict, the first one if there are several
+    name: str  # the first of its names in the LightningModule's state dict
     shape: tuple[int, ...]
     dtype: str  # such as ``float32``
     requires_grad: bool = False
@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         return self._run(inputs, extras, slice(number, number + 1))
 
     def _run(self, inputs: tuple[Any, ...], extras: Mapping[str, Any], part: slice) -> Any:
-        blocks = [*self.blocks][part]  # `ModuleList` would make another module of the part
+        blocks = [*self.blocks][part]  # a slice of a `ModuleList` would be a new module
         if call_binding.CALLS in extras:
             return call_binding.call_bound(blocks, self.block_names[part], inputs, extras)
         return call_blocks(blocks, inputs, extras, self._keywords[part])
@@ -82,7 +82,7 @@ class StageModule(nn.Module):
         return {name: value for name, value in extras.items() if name in self.keywords}
 
     def named_block_modules(self) -> list[Named]:
-        """Return all modules in blocks, by names that begin with the block's name."""
+        """Return all modules in blocks, with names that begin with the block's name."""
         pairs = zip(self.block_names, self.blocks, strict=True)
         return named_within((name, block) for name, block in pairs if name is not None)
 
@@ -95,7 +95,7 @@ class StageModule(nn.Module):
         self.forward = compiler(self.forward)  # type: ignore[method-assign]
 
     def uncompiled(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
-        """Run the blocks as `forward` does, without compiling for other shapes and modes."""
+        """Run the blocks as `forward` does, but not compiled, for calls of other shapes and modes."""
         return StageModule.forward(self, inputs, extras)
 
     def named_stage_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -109,7 +109,7 @@ class StageModule(nn.Module):
 
 
 def _held(register: Mapping[str, Any], owner: nn.Module, key: str) -> Any:
-    """Return a module's tensor from its register, which is faster than attribute access."""
+    """Return a module's tensor from its register, if it is there, because attribute access is slower."""
     tensor = register.get(key)
     return getattr(owner, key) if tensor is None else tensor
 

@@ -25,13 +25,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def time_costs(
     model: nn.Module,
     blocks: Blocks,
-    # Arguments of `model.forward` (of the pipelined module, if the model defines no forward): value, tuple or dict.
-    example: Any,
+    example: Any,  # `example_input_array`; arguments of the pipelined module if the model defines no forward
     *,
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,  # around forwards, for autocast
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, ...]:
-    """Measure the nanoseconds of a forward and a backward of each block: the median of a few runs after the first."""
+    """Measure the nanoseconds of each block's forward and backward: the median of a few runs after a first run."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with _undisturbed(model, device), context():
         inputs = _inputs(model, blocks, example_arguments(example))
@@ -102,13 +101,13 @@ def _run_forward(model: nn.Module, modules: list[nn.Module], blocks: Blocks, exa
             model(*example[0], **example[1])
         except NotImplementedError:  # the model defines no forward
             if not blocks.one_by_one:
-                return [example]  # which is then for the pipelined module
+                return [example]  # the arguments of the pipelined module
     missing = [module for module in modules if id(module) not in calls]
     if missing:
         raise ConfigError(
             f"`split='time'` runs {type(model).__name__}.forward once with `example_input_array`, which must go "
-            f"through {blocks.root_name!r}: {len(missing)} of its modules were not called. Define `forward` so that it "
-            "does, or use `split='parameters'`."
+            f"through {blocks.root_name!r}: {len(missing)} of its modules were not called. Call them in `forward`, or "
+            "use `split='parameters'`."
         )
     return [calls[id(module)][0] for module in modules]
 
@@ -119,7 +118,8 @@ def prepare_call(
     """Return a function that runs one forward and backward of a block, on copies of the arguments."""
     structure, tensors = serialization.flatten(arguments)
     leaves = [tensor.detach().requires_grad_(serialization.is_differentiable(tensor)) for tensor in tensors]
-    args, kwargs = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])  # a block may work in place
+    # Cloned, because a block may write in place, which autograd refuses for leaves.
+    args, kwargs = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
     inputs = [tensor for tensor in [*block.parameters(), *leaves] if tensor.requires_grad]
 
     def call() -> None:
@@ -142,7 +142,7 @@ def synchronize(device: torch.device) -> None:
 def _undisturbed(model: nn.Module, device: torch.device, *, evaluating: bool = True) -> Iterator[None]:
     """Run the body without gradients, in eval mode if `evaluating`, and restore the model's state afterwards.
 
-    Restored are the random state, the train flags and, outside of eval mode, buffers, which a forward may change.
+    The state is the random state, the train flags and, unless `evaluating`, buffers, which a forward may change.
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not evaluating]

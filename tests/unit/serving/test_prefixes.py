@@ -212,7 +212,7 @@ def test_only_what_the_memory_still_has_can_be_cut() -> None:
                 cache.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), index)
         assert attention_cache.can_be_cut(cache) == can
         if can:
-            branch = attention_cache.branched(cache, remove=2)
+            branch = attention_cache.branch_of(cache, remove=2)
             branch.update(states, states, 0)
             lengths = [attention_cache.length_of(one) for one in (branch, cache)]
             assert lengths == [length + 1, length], "the branch grows by itself"

@@ -215,7 +215,7 @@ def test_configure_stages_may_name_its_blocks() -> None:
         (
             Staged(),
             "layers",
-            ["a `ModuleList` has no forward", "got `pipeline='layers'` with `configure_stages` in Staged"],
+            ["must name a module with a forward", "got `pipeline='layers'` with `configure_stages` in Staged"],
         ),
         (
             Residual(nn.Linear(2, 2)),
@@ -464,7 +464,7 @@ def with_layer(layer: nn.Module) -> nn.Module:
         (
             with_tied_weights(torch.float64),
             None,
-            ["all have float64 parameters, or none", "embed.weight", "to one dtype"],
+            ["all have float64 parameters, or all have none", "embed.weight", "to one dtype"],
         ),
         (with_shared(), "net", ["or outside of them, where", "got other.weight outside", "Untie it"]),
         (with_outside(nn.LazyLinear(4)), "net", ["know their shapes", "other (LazyLinear)"]),
@@ -479,7 +479,7 @@ def with_layer(layer: nn.Module) -> nn.Module:
         (with_layer(Keeping(torch.Generator())), None, ["not keep a random generator", "1.1.kept", "pass the numbers"]),
         (with_layer(nn.SyncBatchNorm(4)), None, ["update buffers in forward", "1.1 (SyncBatchNorm)", "Use BatchNorm"]),
         (with_layer(nn.InstanceNorm1d(4, track_running_stats=True)), None, ["update buffers", "(InstanceNorm1d)"]),
-        (with_layer(nn.LazyLinear(4)), None, ["know their shapes", "1.1 (LazyLinear)", "Give them their input sizes"]),
+        (with_layer(nn.LazyLinear(4)), None, ["know their shapes", "1.1 (LazyLinear)", "Pass them their input sizes"]),
     ],
     ids=lambda value: "",
 )
