@@ -1,8 +1,8 @@
 """Arithmetic that has the same bits on every machine, so that an optimizer step gives equal weights on all machines.
 
-Additions, subtractions, multiplications, divisions and square roots are rounded as IEEE 754 says, one by one, on every
-processor and GPU. Kernels of other operations round differently: some round a product and a sum together, and some add
-in the order of their vector units. `PortableArithmetic` replaces such kernels by single operations in a fixed order.
+Every processor and GPU rounds single additions, subtractions, multiplications, divisions and square roots as IEEE 754
+specifies. Kernels of other operations round differently: some round a product and a sum together, and some add in the
+order of their vector units. `PortableArithmetic` replaces such kernels by single operations in a fixed order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NATIVE: Final = (torch.float32, torch.float64)  # computed in their own dtype
 _NARROW: Final = (torch.float16, torch.bfloat16)  # computed in float32
 _MAX_POWER: Final = 64  # largest integer exponent of a power that is computed by multiplications
 _MAX_COUNT: Final = 1 << 53  # float64 holds all integers up to it
-# Operations that round nothing, or each number by itself: they move, compare or choose numbers.
+# Operations that move, compare or choose numbers, and round nothing, or each number by itself.
 _EXACT: Final = frozenset(
     """
     _local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias all amax amin any arange argmax argmin
@@ -49,15 +49,15 @@ class Unportable(ConfigError):
 
     def __init__(self, operation: str) -> None:
         super().__init__(
-            "where machines of different kinds hold one stage, its optimizer must compute by operations that all of "
-            f"them round alike, got one with `{operation}`. Take another optimizer, or have all servers of a stage on "
+            "if machines of different kinds hold one stage, its optimizer must use operations that all of them round "
+            f"alike, got an optimizer with `{operation}`. Use another optimizer, or run all servers of a stage on "
             "machines of one kind."
         )
         self.operation = operation
 
 
 class PortableArithmetic(TorchDispatchMode):
-    """Inside, tensor operations give the same bits on every machine; `Unportable` is raised if one has no rule."""
+    """A mode in which tensor operations give the same bits on every machine, or raise `Unportable` if they cannot."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -66,77 +66,77 @@ class PortableArithmetic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        schema, kwargs, (exact, is_aten, rule, of_lists) = func._schema, dict(kwargs or {}), _treatment(func)
+        schema, kwargs, (exact, is_aten, rule, list_rule) = func._schema, dict(kwargs or {}), _treatment(func)
         if exact or (is_aten and not _has_floats((*args, *kwargs.values()))):  # torch's operations round no integers
             return func(*args, **kwargs)
         if rule is None:
             raise Unportable(schema.name)
-        into = kwargs.pop("out", None)  # where results go: `out`, or the first argument of an in-place operation
-        if into is None:
-            into = args[0] if schema.is_mutable else None
-            # Lists of similar tensors are computed by one kernel each, which is faster than tensor by tensor.
-            if of_lists is not None and _is_for_lists(of_lists, args):
-                lists = of_lists(*args, **kwargs, out=into)
+        target = kwargs.pop("out", None)  # receives the results; the first argument of an in-place operation
+        if target is None:
+            target = args[0] if schema.is_mutable else None
+            # One kernel for a whole list of similar tensors is faster than a kernel for each tensor.
+            if list_rule is not None and _is_for_lists(list_rule, args):
+                lists = list_rule(*args, **kwargs, out=target)
                 return lists if schema.returns else None
-        if isinstance(into, Tensor) and rule in _ACCEPTS_OUT:
-            return rule(*args, **kwargs, out=into)
-        found = rule(*args, **kwargs)
-        if into is None:
-            return found
-        for old, new in zip(into, found, strict=True) if isinstance(into, (list, tuple)) else ((into, found),):
+        if isinstance(target, Tensor) and rule in _ACCEPTS_OUT:
+            return rule(*args, **kwargs, out=target)
+        result = rule(*args, **kwargs)
+        if target is None:
+            return result
+        for old, new in zip(target, result, strict=True) if isinstance(target, (list, tuple)) else ((target, result),):
             old.copy_(new)
-        return into if schema.returns else None
+        return target if schema.returns else None
 
 
 def is_exact(operation: str) -> bool:
-    """Return whether a kernel, given by its qualified name, has the same bits on every machine."""
+    """Return whether the kernel of this qualified name gives the same bits on every machine."""
     space, _, name = operation.partition("::")
     return space in _EXACT_SPACES or (space == "aten" and name.removesuffix("_").removeprefix("_foreach_") in _EXACT)
 
 
-@cache  # on small tensors the look-up would take longer than the kernel
+@cache  # without it, the look-up would take longer than the kernel on small tensors
 def _treatment(func: Any) -> tuple[bool, bool, Callable[..., Any] | None, Callable[..., Any] | None]:
-    """Return whether an operation is exact, whether it is torch's own, its rule, and its rule for whole lists."""
+    """Return whether an operation is exact, whether it is torch's own, its rule, and its rule for lists of tensors."""
     space, _, name = func._schema.name.partition("::")
     name, is_aten = name.removesuffix("_"), space == "aten"
     rule, base = _rule(name) if is_aten else None, _RULES.get(name.removeprefix("_foreach_"))
-    of_lists = base if is_aten and name.startswith("_foreach_") and base in _ACCEPTS_OUT else None
-    return is_exact(func._schema.name), is_aten, rule, of_lists
+    list_rule = base if is_aten and name.startswith("_foreach_") and base in _ACCEPTS_OUT else None
+    return is_exact(func._schema.name), is_aten, rule, list_rule
 
 
 def _has_floats(values: Sequence[Any]) -> bool:
     if values and isinstance(values[0], Tensor) and values[0].is_floating_point():
         return True  # a shortcut for most operations
     return any(
-        _has_floats(one)
-        if isinstance(one, (list, tuple))
-        else isinstance(one, (float, complex))
-        or (isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex()))
-        for one in values
+        _has_floats(value)
+        if isinstance(value, (list, tuple))
+        else isinstance(value, (float, complex))
+        or (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
+        for value in values
     )
 
 
 def _rule(name: str) -> Callable[..., Any] | None:
     rule = _RULES.get(name.removeprefix("_foreach_"))
-    return rule if rule is None or name in _RULES else lambda *lists, **more: _each(rule, lists, more)
+    return rule if rule is None or name in _RULES else lambda *lists, **options: _map_rule(rule, lists, options)
 
 
-def _each(rule: Callable[..., Any], lists: Sequence[Any], more: Mapping[str, Any]) -> list[Any]:
-    """Apply a rule to the elements of lists one by one; arguments that are no lists are used for each."""
+def _map_rule(rule: Callable[..., Any], lists: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
+    """Apply a rule to the elements of lists one by one, with the same values of arguments that are not lists."""
 
-    def at(index: int, value: Any) -> Any:
+    def element(index: int, value: Any) -> Any:
         return value[index] if isinstance(value, (list, tuple)) else value
 
     return [
-        rule(*(at(index, value) for value in lists), **{key: at(index, value) for key, value in more.items()})
+        rule(*(element(index, value) for value in lists), **{key: element(index, v) for key, v in options.items()})
         for index in range(len(lists[0]))
     ]
 
 
 # ---------------------------------------------------------------------- the rules
 
-# A rule takes the arguments of torch's operation. `found` is its result. The rules in `_ACCEPTS_OUT` also take lists of
-# similar tensors, because steps of many small tensors are dominated by overhead.
+# A rule has the arguments of torch's operation. The rules in `_ACCEPTS_OUT` also accept lists of similar tensors,
+# because overhead dominates the steps of many small tensors.
 
 
 def _widened(value: _Number, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -152,51 +152,52 @@ def _widened(value: _Number, dtype: torch.dtype, device: torch.device | None = N
     return torch.scalar_tensor(value, dtype=wide, device=device)
 
 
-def _single(name: str) -> Callable[..., Tensor]:
+def _ieee_rule(name: str) -> Callable[..., Tensor]:
     """Return the rule of a single operation of IEEE 754."""
     compute = getattr(torch, name)
 
     def rule(first: Any, *others: Any, out: Any = None) -> Any:
         if not isinstance(first, Tensor):
             return compute_lists(name, first, others, out)
-        if first.dtype in _NATIVE and _are_plain(first, (*others, out), compute):
+        if first.dtype in _NATIVE and _need_no_conversion(first, (*others, out), compute):
             return compute(first, *others, out=out)
         dtype = first.dtype
         for other in others:
             dtype = torch.result_type(first, other)
         if not dtype.is_floating_point and not dtype.is_complex:
             dtype = torch.get_default_dtype()  # the dtype of a quotient of integers
-        device = next((one.device for one in (first, *others) if isinstance(one, Tensor) and one.dim()), first.device)
-        found = compute(*(_widened(value, dtype, device) for value in (first, *others))).to(dtype)
-        return found if out is None else out.copy_(found)
+        tensors = [value for value in (first, *others) if isinstance(value, Tensor)]
+        device = next((tensor.device for tensor in tensors if tensor.dim()), first.device)
+        result = compute(*(_widened(value, dtype, device) for value in (first, *others))).to(dtype)
+        return result if out is None else out.copy_(result)
 
     return rule
 
 
-def _are_plain(first: Tensor, others: Sequence[_Number | None], compute: Callable[..., Tensor]) -> bool:
-    """Return whether operands and result need no conversion."""
+def _need_no_conversion(first: Tensor, others: Sequence[_Number | None], compute: Callable[..., Tensor]) -> bool:
+    """Return whether operands and result can be passed to torch as they are."""
     for other in others:
         if isinstance(other, Tensor):
             if other.dtype != first.dtype or other.device != first.device:
                 return False
         elif other is not None and compute is torch.div:
-            return False  # a GPU would multiply by the number's inverse, which is rounded, too
+            return False  # a GPU would multiply by the number's inverse, and round twice
     return True
 
 
-_plus, _minus, _mul, _sqrt, _quotient = map(_single, ("add", "sub", "mul", "sqrt", "div"))
+_plus, _minus, _mul, _sqrt, _quotient = map(_ieee_rule, ("add", "sub", "mul", "sqrt", "div"))
 
 
 def _div(first: Tensor, other: _Number, *, rounding_mode: str | None = None, out: Tensor | None = None) -> Tensor:
     if rounding_mode is not None:
-        raise Unportable(f"aten::div of rounding mode {rounding_mode}")
+        raise Unportable(f"aten::div with rounding mode {rounding_mode}")
     return _quotient(first, other, out=out)
 
 
 def _is_for_lists(rule: Callable[..., Any], operands: Sequence[Any]) -> bool:
     """Return whether a rule may compute whole lists at once."""
     if rule is _div and not are_tensors(operands[1]):
-        return False  # a GPU would multiply by the number's inverse, which is rounded, too
+        return False  # see `_need_no_conversion`
     return are_alike(operands) and (rule is not _lerp or isinstance(operands[2], (int, float)))
 
 
@@ -228,11 +229,11 @@ def _with_term(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add the product or quotient of two tensors, times a number, to the first."""
+    """Add the product or quotient of `left` and `right`, times `value`, to `first`."""
     term = _scaled(left, value)
-    # A new tensor of the right shape, or list of such tensors, may hold the result.
-    is_free = term is not left and getattr(term, "shape", None) == getattr(right, "shape", None)
-    return _plus(first, combine(term, right, out=term if is_free else None), out=out)
+    # If scaling has made new tensors of the right shapes, they may hold the result.
+    is_reusable = term is not left and getattr(term, "shape", None) == getattr(right, "shape", None)
+    return _plus(first, combine(term, right, out=term if is_reusable else None), out=out)
 
 
 _addcmul, _addcdiv = partial(_with_term, _mul), partial(_with_term, _quotient)
@@ -240,14 +241,14 @@ _addcmul, _addcdiv = partial(_with_term, _mul), partial(_with_term, _quotient)
 
 def _lerp(first: Tensor, end: Tensor, weight: _Number, *, out: Tensor | None = None) -> Tensor:
     # Start from the nearer end, as torch does, so that a weight of one gives the end itself.
-    way = _minus(end, first)  # from the start to the end
+    difference = _minus(end, first)
     if not isinstance(weight, Tensor):
         if weight < 0.5:
-            return _plus(first, _mul(way, weight, out=way), out=out)
-        return _minus(end, _mul(way, 1.0 - weight, out=way), out=out)
-    far = _minus(end, _mul(way, _rsub(weight, 1.0)))
-    found = torch.where(weight < 0.5, _plus(first, _mul(way, weight)), far)
-    return found if out is None else out.copy_(found)
+            return _plus(first, _mul(difference, weight, out=difference), out=out)
+        return _minus(end, _mul(difference, 1.0 - weight, out=difference), out=out)
+    from_end = _minus(end, _mul(difference, _rsub(weight, 1.0)))
+    result = torch.where(weight < 0.5, _plus(first, _mul(difference, weight)), from_end)
+    return result if out is None else out.copy_(result)
 
 
 def _reciprocal(first: Tensor) -> Tensor:
@@ -265,10 +266,10 @@ def _pow(first: Tensor, exponent: _Number) -> Tensor:
         return integer_power(first, exponent)
     whole = int(exponent) if exponent == exponent // 1 and abs(exponent) <= _MAX_POWER else None
     if whole is not None:
-        found = torch.ones_like(first)
+        result = torch.ones_like(first)
         for _ in range(abs(whole)):
-            found = _mul(found, first)
-        return found if whole >= 0 else _reciprocal(found)
+            result = _mul(result, first)
+        return result if whole >= 0 else _reciprocal(result)
     if abs(exponent) == 0.5:
         return _sqrt(first) if exponent > 0 else _rsqrt(first)
     raise Unportable(f"aten::pow to the {exponent:g}")
@@ -277,12 +278,12 @@ def _pow(first: Tensor, exponent: _Number) -> Tensor:
 def integer_power(base: Tensor, exponents: Tensor) -> Tensor:
     """Raise numbers to nonnegative integer powers, by multiplications in a fixed order."""
     if not bool(((exponents >= 0) & (exponents == exponents.floor()) & (exponents < _MAX_COUNT)).all()):
-        raise Unportable("aten::pow to exponents that are no counts")
-    found, left = torch.ones_like(base * exponents), exponents.to(torch.int64)
-    while bool(left.any()):
-        found = torch.where((left & 1).bool(), _mul(found, base), found)
-        base, left = _mul(base, base), left >> 1
-    return found
+        raise Unportable("aten::pow to exponents that are not nonnegative integers")
+    result, remaining = torch.ones_like(base * exponents), exponents.to(torch.int64)
+    while bool(remaining.any()):
+        result = torch.where((remaining & 1).bool(), _mul(result, base), result)
+        base, remaining = _mul(base, base), remaining >> 1
+    return result
 
 
 def _sum(
@@ -292,30 +293,30 @@ def _sum(
     if not dtype.is_floating_point:
         return torch.sum(values, dim=_dims(values, dim), keepdim=keepdim, dtype=dtype)
     dims = _dims(values, dim)
-    ordered = values.to(torch.float64).permute([*dims, *(one for one in range(values.dim()) if one not in dims)])
-    found = tree_sum(ordered.reshape(math.prod(ordered.shape[: len(dims)]), *ordered.shape[len(dims) :]))
-    shape = [1 if one in dims else size for one, size in enumerate(values.shape)]
-    return (found.reshape(shape) if keepdim else found).to(dtype)
+    ordered = values.to(torch.float64).permute([*dims, *(d for d in range(values.dim()) if d not in dims)])
+    total = tree_sum(ordered.reshape(math.prod(ordered.shape[: len(dims)]), *ordered.shape[len(dims) :]))
+    shape = [1 if d in dims else size for d, size in enumerate(values.shape)]
+    return (total.reshape(shape) if keepdim else total).to(dtype)
 
 
 def _dims(values: Tensor, dim: int | Sequence[int] | None) -> list[int]:
-    """Return the dimensions of a reduction, counted from the first; all dimensions if `dim` names none."""
+    """Return the dimensions of a reduction as nonnegative indices; all dimensions if `dim` is None or empty."""
     chosen = [dim] if isinstance(dim, int) else list(dim or range(values.dim()))
-    return sorted(one % max(values.dim(), 1) for one in chosen) if values.dim() else []
+    return sorted(d % max(values.dim(), 1) for d in chosen) if values.dim() else []
 
 
 def _mean(values: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    count = math.prod(values.shape[one] for one in _dims(values, dim))
+    count = math.prod(values.shape[d] for d in _dims(values, dim))
     total = _sum(values.to(torch.float64), dim, keepdim)
     return _quotient(total, float(count)).to(dtype or values.dtype)
 
 
 def _var(values: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
     wide = values.to(torch.float64)
-    count = math.prod(values.shape[one] for one in _dims(values, dim))
-    away = wide - _mean(wide, dim, True)
+    count = math.prod(values.shape[d] for d in _dims(values, dim))
+    deviation = wide - _mean(wide, dim, True)
     divisor = max(count - (1 if correction is None else correction), 0)
-    return _quotient(_sum(away * away, dim, keepdim), float(divisor)).to(values.dtype)
+    return _quotient(_sum(deviation * deviation, dim, keepdim), float(divisor)).to(values.dtype)
 
 
 def _std(values: Tensor, dim: Any = None, **options: Any) -> Tensor:
@@ -325,16 +326,16 @@ def _std(values: Tensor, dim: Any = None, **options: Any) -> Tensor:
 def _norm(
     values: Tensor, order: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    sizes, found = values.to(torch.float64).abs(), None
+    sizes, norm = values.to(torch.float64).abs(), None
     if order in (None, 2):
-        found = _sum(sizes * sizes, dim, keepdim).sqrt()
+        norm = _sum(sizes * sizes, dim, keepdim).sqrt()
     elif order == 1:
-        found = _sum(sizes, dim, keepdim)
+        norm = _sum(sizes, dim, keepdim)
     elif order == math.inf:
-        found = sizes.amax(dim=_dims(values, dim), keepdim=keepdim)
-    if found is None:
+        norm = sizes.amax(dim=_dims(values, dim), keepdim=keepdim)
+    if norm is None:
         raise Unportable(f"aten::linalg_vector_norm of order {order}")
-    return found.to(dtype or values.dtype)
+    return norm.to(dtype or values.dtype)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -342,8 +343,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _addmm(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    found = _scaled(exact_product(left, right), alpha)
-    return (found if beta == 0 else _plus(_scaled(first.to(torch.float64), beta), found)).to(first.dtype)
+    product = _scaled(exact_product(left, right), alpha)
+    return (product if beta == 0 else _plus(_scaled(first.to(torch.float64), beta), product)).to(first.dtype)
 
 
 def _addr(first: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -376,7 +377,7 @@ _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     "dot": lambda left, right: _product(left[None], right[:, None])[0, 0],
     "addmm": _addmm,
     "baddbmm": _addmm,
-    "addmv": lambda first, left, right, **more: _addmm(first[..., None], left, right[..., None], **more)[..., 0],
+    "addmv": lambda first, left, right, **options: _addmm(first[..., None], left, right[..., None], **options)[..., 0],
     "addr": _addr,
 }
-_ACCEPTS_OUT: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))  # rules that accept `out`
+_ACCEPTS_OUT: Final = frozenset((_add, _sub, _mul, _div, _sqrt, _addcmul, _addcdiv, _lerp))

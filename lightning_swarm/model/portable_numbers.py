@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 # These optimizers can step all tensors at once by portable operations, which is faster if tensors are small. Large
-# tensors stay in caches if stepped one by one, and the overhead between operations does not matter. The sum of sizes is
-# limited, too, because one more copy of all tensors is needed.
+# tensors are stepped one by one, so that each stays in the processor's cache; the overhead then does not matter. The
+# sum of sizes is limited, too, because stepping at once needs one more copy of all tensors.
 _AT_ONCE: Final = (Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, SGD)
 _MAX_AT_ONCE: Final = 1 << 24  # elements of all tensors
 _MAX_MEAN: Final = 1 << 16  # mean number of elements per tensor
 _DIGITS: Final = decimal.Context(prec=40)
-# operations of `PortableFloat` whose results are of this class again
+# operations whose results are `PortableFloat` again
 _CLOSED_UNDER: Final = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "neg")
 
 
@@ -31,29 +31,29 @@ def _power(base: float, exponent: float) -> float:
 
 
 class PortableFloat(float):
-    """A float whose powers are rounded correctly, and so are the powers of results computed from it."""
+    """A float whose powers are rounded correctly, like the powers of results computed from it."""
 
     __slots__ = ()
 
     def __pow__(self, exponent: float, mod: None = None) -> Any:
-        return _powered(float(self), exponent, float.__pow__)
+        return _raise(float(self), exponent, float.__pow__)
 
     def __rpow__(self, base: float, mod: None = None) -> Any:
-        return _powered(base, float(self), lambda one, other: float(one) ** other)
+        return _raise(base, float(self), lambda number, power: float(number) ** power)
 
 
-def _powered(base: float, exponent: float, otherwise: Callable[[float, float], Any]) -> Any:
+def _raise(base: float, exponent: float, otherwise: Callable[[float, float], Any]) -> Any:
     if base > 0.0 and abs(base) != float("inf") and abs(exponent) != float("inf"):
         return PortableFloat(_power(float(base), float(exponent)))
-    return otherwise(base, exponent)  # exact for a base of zero, infinity or NaN
+    return otherwise(base, exponent)  # which is exact for a base of zero, infinity or NaN
 
 
 def _closed_under(name: str) -> Callable[..., Any]:
     compute = getattr(float, name)
 
     def method(*operands: Any) -> Any:
-        found = compute(*operands)
-        return PortableFloat(found) if type(found) is float else found
+        result = compute(*operands)
+        return PortableFloat(result) if type(result) is float else result
 
     return method
 
@@ -64,7 +64,7 @@ for _name in _CLOSED_UNDER:
 
 @contextmanager
 def portable_groups(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, make an optimizer step by one algorithm on all devices, with hyperparameters of type `PortableFloat`."""
+    """Inside, let an optimizer step by the same algorithm on all devices, with `PortableFloat` hyperparameters."""
     groups, algorithm = optimizer.param_groups, _one_algorithm(optimizer)
     before = [dict(group) for group in groups]
     for group in groups:
@@ -84,7 +84,7 @@ def portable_groups(optimizer: Optimizer) -> Iterator[None]:
 def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
     """Choose an optimizer's algorithm by its parameters alone, because algorithms round differently."""
     groups = optimizer.param_groups
-    sizes = [one.numel() for group in groups for one in group["params"]]
+    sizes = [parameter.numel() for group in groups for parameter in group["params"]]
     is_small = sum(sizes) <= min(_MAX_AT_ONCE, _MAX_MEAN * len(sizes))
     at_once = (
         type(optimizer) in _AT_ONCE
@@ -95,7 +95,7 @@ def _one_algorithm(optimizer: Optimizer) -> dict[str, bool]:
 
 
 def _converted(kind: type[float], wanted: type[float], value: Any) -> Any:
-    """Convert a number of exactly one kind, or the numbers in a tuple, and leave other values as they are."""
+    """Convert a number of exactly this kind, or such numbers in a tuple, and return other values unchanged."""
     if isinstance(value, tuple):
         return tuple(_converted(kind, wanted, item) for item in value)
     return wanted(value) if type(value) is kind else value

@@ -1,4 +1,4 @@
-"""Sums and matrix products with the same bits on every machine, in whichever order its kernels add."""
+"""Sums and matrix products with the same bits on every machine, whatever the order in which its kernels add."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 _SIGNIFICANT: Final = 53  # bits of a float64's significand
 _MAX_EXPONENT: Final = 1023  # of float64
-# dtype -> number of pieces, of about 20 bits each, into which a number is cut
+# dtype -> number of pieces, of about 20 bits each, into which `exact_product` cuts a number
 _NUM_PIECES: Final = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
 
@@ -26,10 +26,10 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def exact_product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply ``[..., m, k]`` by ``[..., k, n]``; returns ``[..., m, n]`` in float64.
+    """Multiply ``[..., m, k]`` by ``[..., k, n]``; return ``[..., m, n]`` in float64.
 
-    For narrower operands it is more precise than their dtype. A row of `left` or a column of `right` with infinity or
-    NaN gives NaN. Numbers are cut into integers so small that float64 holds each sum of their products exactly.
+    Numbers are cut into integers so small that float64 holds each sum of their products exactly. The result is at least
+    as precise as the operands' dtype. A row of `left` or a column of `right` with infinity or NaN gives NaN.
 
     Source: Ozaki et al., Error-free transformations of matrix multiplication, Numerical Algorithms 59, 2012.
     """
@@ -49,7 +49,7 @@ def exact_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pieces(values: Tensor, bits: int, count: int, *, dim: int) -> tuple[list[Tensor], Tensor]:
-    """Cut numbers into integers of `bits` bits; return these, and the exponent that each row or column has."""
+    """Cut numbers into integers of `bits` bits; return the integers, and the common exponent of each row or column."""
     rest = values.to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
     exponent = torch.frexp(rest.abs().amax(dim=dim, keepdim=True)).exponent.to(torch.int64)
     exponent = exponent.clamp(-_MAX_EXPONENT + 1, _MAX_EXPONENT - 1)

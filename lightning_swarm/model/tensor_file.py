@@ -1,4 +1,4 @@
-"""A temporary file for tensors that do not fit into memory."""
+"""A temporary file of tensors, for tensors that do not fit into memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TensorPlace(NamedTuple):
 
 
 class TensorFile:
-    """Appends tensors to a temporary file that no other process opens, and reads them again."""
+    """Appends tensors to a temporary file that no other process opens, and reads them."""
 
     # Reads and writes use explicit offsets and no buffer. So a failed write leaves earlier tensors intact, and threads
-    # may read while another one writes.
+    # may read while another thread writes.
     def __init__(self) -> None:
         self._file: IO[Any] | None = None
         self._end = 0
@@ -33,14 +33,14 @@ class TensorFile:
     def write(self, tensors: Sequence[Tensor]) -> list[TensorPlace]:
         """Append tensors; raise `OSError`, and keep none of them, if there is no room."""
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="lightning_swarm-", buffering=0)  # noqa: SIM115 - it lives on
+            self._file = tempfile.TemporaryFile(prefix="lightning_swarm-", buffering=0)  # noqa: SIM115 - closed later
             weakref.finalize(self, _close, self._file)
-        number, end, places = self._file.fileno(), self._end, []
+        descriptor, end, places = self._file.fileno(), self._end, []
         for tensor in tensors:
             places.append(TensorPlace(end, tensor.dtype, tensor.shape))
             left = _bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
             while left:
-                written = os.pwrite(number, left, end)
+                written = os.pwrite(descriptor, left, end)
                 left, end = left[written:], end + written
         self._end = end
         return places
@@ -48,14 +48,14 @@ class TensorFile:
     def read(self, places: Sequence[TensorPlace]) -> list[Tensor]:
         """Read tensors at these places; raise `OSError` if that fails."""
         assert self._file is not None
-        number, tensors = self._file.fileno(), []
+        descriptor, tensors = self._file.fileno(), []
         for place in places:
             tensor, begin = torch.empty(place.shape, dtype=place.dtype), place.begin
             left = _bytes_of(tensor)
             while left:
-                num_read = os.preadv(number, [left], begin)
+                num_read = os.preadv(descriptor, [left], begin)
                 if not num_read:
-                    raise OSError("a temporary file is shorter than what was written to it")
+                    raise OSError("a temporary file has lost bytes that were written to it")
                 left, begin = left[num_read:], begin + num_read
             tensors.append(tensor)
         return tensors
@@ -67,7 +67,7 @@ class TensorFile:
         self._end = 0
 
     def close(self) -> None:
-        """Remove the file; the next write begins another one."""
+        """Remove the file; the next write begins a new file."""
         file, self._file, self._end = self._file, None, 0
         if file is not None:
             _close(file)

@@ -458,7 +458,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     ("content", "words"),
     [
         (None, ["bad.ckpt does not exist", "Check the path"]),
-        (b"no pickle", ["bad.ckpt holds more, or is broken"]),
+        (b"no pickle", ["bad.ckpt holds other objects, or is broken"]),
         (b"", ["bad.ckpt", "Check the path"]),
         ([1], ["holds a list", "Check the path"]),
         ({"epoch": 1}, ["weights under `state_dict`", "['epoch']", "that the Trainer saved"]),

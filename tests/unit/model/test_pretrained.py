@@ -87,7 +87,7 @@ def test_tensors_that_are_no_part_of_the_model_are_named(
 
 @pytest.mark.parametrize("name", ["cuda:99", "cpus", "xla"])
 def test_a_device_that_is_not_there_is_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"can use here.*got '{name}': .*Name 'cpu'"):
+    with pytest.raises(ConfigError, match=rf"can use here.*got '{name}': .*such as 'cpu'"):
         device_of(name)
     assert device_of("cpu") == CPU
 

@@ -240,7 +240,7 @@ def test_no_other_file_of_the_folder_is_executed(name: str, folder: Path, monkey
             file.write(bomb)
         index.storage_data[place] = stored
         (folder / ".metadata").write_bytes(pickle.dumps(index))
-    with pytest.raises(ConfigError, match=r"holds more, or is broken|cannot be read"):
+    with pytest.raises(ConfigError, match=r"holds other objects, or is broken|cannot be read"):
         join_shards(folder, folder / "out.ckpt")
     assert not (folder / "sprung").exists()
     assert not (folder / "out.ckpt").exists()
@@ -251,7 +251,7 @@ def test_groups_without_parameters_are_no_optimizers(tmp_path: Path) -> None:
         tmp_path, sharded_format.write(tmp_path, 0, {"optimizer_0": {"param_groups": [{"lr": 0.1}]}}), {}
     )
     torch.save({}, tmp_path / "meta.pt")
-    with pytest.raises(ConfigError, match=r"optimizer state in .* is not as Lightning writes it: KeyError"):
+    with pytest.raises(ConfigError, match=r"optimizer state must be as Lightning writes it, got KeyError"):
         join_shards(tmp_path, tmp_path / "out.ckpt")
 
 

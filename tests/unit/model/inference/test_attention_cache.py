@@ -102,7 +102,7 @@ def test_a_changed_layer_is_noticed() -> None:
     CacheHandle.of(cache).grow(cache, rows=1, length=4, num_layers=2)
     for layer in cache.layers:
         layer.crop(-1)
-    with pytest.raises(ConfigError, match="it has 3 tokens here and 4 there"):
+    with pytest.raises(ConfigError, match="it has 3 tokens here and 4 on servers"):
         CacheHandle.of(cache)
 
 

@@ -215,7 +215,7 @@ def test_configure_stages_may_name_its_blocks() -> None:
         (
             Staged(),
             "layers",
-            ["must name a module with a forward", "got `pipeline='layers'` with `configure_stages` in Staged"],
+            ["must name a module with a forward", "got the `ModuleList` 'layers' in Staged"],
         ),
         (
             Residual(nn.Linear(2, 2)),
