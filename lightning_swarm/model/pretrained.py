@@ -38,7 +38,7 @@ Read = Callable[[str], Tensor]  # reads a tensor of a model by its name in the m
 
 
 def require_transformers() -> None:
-    """Raise a `ConfigError` with the remedy if the packages that read models of Hugging Face are missing."""
+    """Raise `ConfigError` if the packages that read Hugging Face models are missing."""
     try:
         import safetensors  # noqa: F401 - only checks that it is installed
         import transformers  # noqa: F401
@@ -57,11 +57,11 @@ def transformers_version() -> str:
 
 
 def check_version(card: ModelCard) -> None:
-    """Refuse a model that is served with another version of transformers, whose blocks may compute something else."""
+    """Refuse a model that is served with another version of transformers, whose blocks may give other results."""
     if card.transformers != transformers_version():
         raise ConfigError(
-            f"all peers of a served model must have one version of transformers: it is served with "
-            f"{card.transformers}, and {transformers_version()} is here. Run: pip install "
+            "all peers of a served model must have the same version of transformers: the servers have "
+            f"{card.transformers}, this machine has {transformers_version()}. Run: pip install "
             f"'transformers=={card.transformers}.*'"
         )
 
@@ -88,7 +88,7 @@ class PretrainedModel:
         self._record = InitRecord(draws=False)  # weights come from files
         try:
             self.config = transformers.AutoConfig.for_model(**plain)
-            if dtype == "float64":  # for which there are no grouped products of experts
+            if dtype == "float64":  # torch has no grouped matrix products, which experts use, in float64
                 self.config._experts_implementation = "eager"
             with self._record.recording(torch.device("cpu")), torch.device("meta"):
                 self.module: Any = transformers.AutoModelForCausalLM.from_config(
@@ -103,7 +103,7 @@ class PretrainedModel:
             ) from error
         self._keep_in_float32(dtype_of(dtype))
         root = blocks or _find_list(self.module, self.config)
-        # The names of layers whose weights are quantised, and those layers that have weights here.
+        # The names of all quantised layers, and the quantised layers that have weights here, by name.
         self.quantized, self.quantized_here = self._replace_layers(None if computes_blocks else root)
         self.module.eval().requires_grad_(False)
         if generation_config:
@@ -113,22 +113,22 @@ class PretrainedModel:
         self._on_meta = [*self.module.parameters(), *self.module.buffers()]
         self._views = {id(tensor): self._record.view(tensor) for tensor in self._on_meta if tensor.is_meta}
 
-    def _replace_layers(self, left_plain: str | None) -> tuple[frozenset[str], dict[str, nn.Module]]:
-        """Replace layers by quantised layers, except in the module `left_plain`.
+    def _replace_layers(self, plain_module: str | None) -> tuple[frozenset[str], dict[str, nn.Module]]:
+        """Replace layers by quantised layers, except in `plain_module`.
 
-        Return the names of all layers that are quantised, and the new layers by name.
+        Return the names of all layers that are quantised in files, and the new layers by name.
         """
         if self.quantization is None:
             return frozenset(), {}
         if self.module.dtype != self.quantization.dtype:
             raise ConfigError(
-                "a folder with quantised weights is served in the dtype in which it was saved, "
+                "a folder with quantised weights must be served in the dtype in which it was saved, "
                 f"{self.quantization.dtype}, got {self.module.dtype}. Leave out `--dtype`, or name the folder of the "
-                "plain model with `--quantize`."
+                "plain model, and use `--quantize`."
             )
         names, made = self.quantization.layers(self.module), {}
         for name in names:
-            if left_plain is None or not name.startswith(f"{left_plain}."):
+            if plain_module is None or not name.startswith(f"{plain_module}."):
                 made[name] = self.quantization.layer_like(self.module.get_submodule(name))
                 self.module.set_submodule(name, made[name])
         return frozenset(names), made
@@ -140,7 +140,7 @@ class PretrainedModel:
         return PretrainedModel(config, generation_config, dtype=dtype, blocks=blocks)
 
     def _keep_in_float32(self, dtype: torch.dtype) -> None:
-        """Keep tensors in float32 that `from_pretrained` keeps in float32, because building from a config does not."""
+        """Convert to float32 the tensors that `from_pretrained` keeps in float32, which `from_config` does not."""
         patterns = [re.escape(name).replace(r"\*", ".*") for name in self.module._get_dtype_plan(dtype)]
         named = [*self.module.named_parameters(), *self.module.named_buffers()] if patterns else []
         kept = [tensor for name, tensor in named if any(re.search(pattern, name) for pattern in patterns)]
@@ -149,16 +149,16 @@ class PretrainedModel:
         put_tensors(self.module, made)
 
     def stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
-        """Cut the blocks into stages, without the further stage that `build_stages` makes of parameters in no block."""
+        """Cut the blocks into stages, without the last stage of `build_stages`, of the parameters outside of blocks."""
         return build_stages(self.module, self.blocks, ranges)[: len(ranges)]
 
     def stage_bytes(self, ranges: Sequence[range]) -> list[int]:
-        """Return the bytes of each stage's weights in files, which need not be loaded for that."""
+        """Return the number of bytes of each stage's weights, without loading the weights."""
         named = [stage.named_stage_tensors() for stage in self.stages(ranges)]
         return [sum(tensors[name].nbytes for name in self.saved(tensors)) for tensors in named]
 
     def bytes_if_quantized(self, kind: str, ranges: Sequence[range], device: torch.device) -> int | None:
-        """Return the bytes of all stages' weights if they were quantised; None if they are, or cannot be here."""
+        """Return the bytes of all stages' weights if quantised; None if they are already, or cannot be on `device`."""
         if self.quantization is not None:
             return None
         config, generation_config, dtype, blocks = self._unquantized
@@ -172,31 +172,31 @@ class PretrainedModel:
 
     @cached_property
     def around(self) -> dict[str, Tensor]:
-        """The tensors in no block, by name, each once."""
+        """The tensors outside of all blocks, by name, each once."""
         inside = {id(tensor) for block in self.blocks.modules for tensor in (*block.parameters(), *block.buffers())}
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         return {name: tensor for name, tensor in named if id(tensor) not in inside}
 
     def saved(self, tensors: Iterable[str]) -> list[str]:
-        """Return the sorted names of the tensors that are in files; the rest follow from the config."""
+        """Return, sorted, the names of those tensors that files hold; the values of the rest follow from the config."""
         return sorted(set(tensors) - unsaved_buffers(self.module).keys())
 
     def fill(self, tensors: Mapping[str, Tensor], read: Read, device: torch.device) -> dict[str, Tensor]:
         """Replace tensors of the model by their values on a device; return the values that were read, by name.
 
-        The values of tensors that no file has follow from the config, and are computed.
+        The values of tensors that no file has are computed, because they follow from the config.
         """
         self.check_device(device)
         values = {name: self._checked(name, tensors[name], read(name)) for name in self.saved(tensors)}
-        made: dict[int, Tensor] = {}
+        on_device: dict[int, Tensor] = {}
         for name, tensor in tensors.items():
             if name in values:
-                made[id(tensor)] = values[name].to(device)
+                on_device[id(tensor)] = values[name].to(device)
             elif tensor.is_meta:
                 (value,) = self._record.values([self._views[id(tensor)]], device)
-                made[id(tensor)] = value.to(tensor.dtype)
-        own = {id(tensor): tensor for tensor in tensors.values()}
-        put_tensors(self.module, {key: in_place_of(own[key], value) for key, value in made.items()})
+                on_device[id(tensor)] = value.to(tensor.dtype)
+        old = {id(tensor): tensor for tensor in tensors.values()}
+        put_tensors(self.module, {key: in_place_of(old[key], value) for key, value in on_device.items()})
         for name, layer in self.quantized_here.items():
             if f"{name}.weight" in tensors and self.quantization is not None:
                 self.quantization.bind(layer)
@@ -209,7 +209,7 @@ class PretrainedModel:
 
     def make_placeholders(self, device: torch.device) -> list[Tensor]:
         """Replace the blocks' tensors by zeros of equal shapes that take no memory, and return these placeholders."""
-        # Not on meta, because an adapter is made on the device of its layer, and needs values.
+        # Not on meta, because peft makes an adapter on the device of its layer, and an adapter needs values.
         adapted = None if self.quantization is None else self.quantization.adapted_dtype
         quantized = {id(self.module.get_submodule(name).weight) for name in self.quantized}
         made: dict[int, Tensor] = {}
@@ -223,8 +223,8 @@ class PretrainedModel:
     def _checked(self, name: str, like: Tensor, value: Tensor) -> Tensor:
         if value.shape != like.shape:
             raise ConfigError(
-                f"weights must have the shapes of their config: {name!r} has {tuple(value.shape)}, and "
-                f"{tuple(like.shape)} was expected. Name the folder that belongs to this config."
+                f"weights must have the shapes of their config: {name!r} has {tuple(value.shape)} instead of "
+                f"{tuple(like.shape)}. Name the folder that belongs to this config."
             )
         return in_dtype_of(like, name, value)
 
@@ -241,12 +241,12 @@ def in_dtype_of(like: Tensor, name: str, value: Tensor) -> Tensor:
 
 
 def _plain(settings: Any) -> dict[str, Any]:
-    """Return the settings of a config, which may come from another peer.
+    """Return the settings of a config without names of code, because the config may come from another peer.
 
-    Names of code are left out, such as another implementation of attention, which transformers would download.
+    transformers would download the code, such as another implementation of attention.
     """
     if not isinstance(settings, dict):
-        raise ConfigError(f"a model's config must be a JSON object, got a {type(settings).__name__}.")
+        raise ConfigError(f"a model's config must be a JSON object, got a {type(settings).__name__}. Correct the file.")
     return {
         name: _floats(value)
         for name, value in _without_quantization(settings).items()
@@ -261,7 +261,7 @@ def _without_quantization(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _floats(value: Any) -> Any:
-    """Decode infinity and NaN, which transformers writes in JSON as `{"__float__": "Infinity"}`, for example."""
+    """Decode infinity and NaN, which transformers encodes in JSON as in `{"__float__": "Infinity"}`."""
     if isinstance(value, list):
         return [_floats(item) for item in value]
     if isinstance(value, dict):
@@ -275,19 +275,20 @@ def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as ``bfloat16``."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"a model's dtype must be one of floating point, such as 'bfloat16', got {name!r}.")
+        raise ConfigError(f"a model's dtype must be a floating-point dtype, got {name!r}. Use 'bfloat16', for example.")
     return found
 
 
 def device_of(name: str | torch.device) -> torch.device:
-    """Return a device that torch can use here."""
+    """Return the device of this name; refuse a device that torch cannot use here."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"a model's device must be one that torch {torch.__version__} can use here, where it sees "
-            f"{torch.cuda.device_count()} GPUs, got {str(name)!r}: {str(error).splitlines()[0]}. Use another, as 'cpu'."
+            f"{torch.cuda.device_count()} GPUs, got {str(name)!r}: {str(error).splitlines()[0]}. Use another device, "
+            "such as 'cpu'."
         ) from error
     return device
 
@@ -296,7 +297,7 @@ def _find_list(module: nn.Module, config: Any) -> str:
     """Return the name of the least nested list with as many modules as the config has layers."""
     number = getattr(config.get_text_config(), "num_hidden_layers", None)
     lists: list[str] = [
-        name for name, one in module.named_modules() if isinstance(one, nn.ModuleList) and len(one) == number
+        name for name, inner in module.named_modules() if isinstance(inner, nn.ModuleList) and len(inner) == number
     ]
     if not lists:
         raise ConfigError(
@@ -322,8 +323,8 @@ def _digest_of(names: Iterable[str], read: Read) -> WeightsDigest:
             num_bytes += tensor.nbytes
             yield tensor
 
-    found = digest(tensors(), "\n".join(names).encode())
-    return WeightsDigest(num_bytes=num_bytes, sha256=found)
+    hashed = digest(tensors(), "\n".join(names).encode())  # reads all tensors, and so counts their bytes
+    return WeightsDigest(num_bytes=num_bytes, sha256=hashed)
 
 
 def read_config(folder: Path) -> str:
@@ -337,12 +338,12 @@ def read_generation_config(folder: Path) -> str:
 
 
 def _json(folder: Path, name: str) -> str:
-    """Return a JSON file with sorted keys; empty if there is none."""
+    """Return the content of a JSON file, with sorted keys; empty if there is no such file."""
     file = folder / name
     if name == _CONFIG and not file.is_file():
         raise ConfigError(
-            f"a model of Hugging Face must be a folder with config.json, as `model.config.save_pretrained(FOLDER)` "
-            f"writes it, and {str(folder)!r} has none. Write it there, or name another folder."
+            f"the folder of a Hugging Face model must have a config.json, but {str(folder)!r} has none. Write it by "
+            "`model.config.save_pretrained(FOLDER)`, or name another folder."
         )
     if not file.is_file():
         return ""
@@ -354,19 +355,19 @@ def _json(folder: Path, name: str) -> str:
 
 def _too_large(path: Path, error: RuntimeError) -> str:
     return (
-        f"each file of a served model must fit into the memory that this process may take, and {path} does not: "
+        f"each file of a served model must fit into the memory that this process may use, but {path} does not: "
         f"{error}. Save the model in smaller files, by `save_pretrained(..., max_shard_size='200MB')`."
     )
 
 
 class PretrainedFolder:
-    """A folder as `save_pretrained` writes it. Nothing in it is executed."""
+    """Reads a model's folder as `save_pretrained` writes it, and executes nothing in it."""
 
     def __init__(self, path: Path) -> None:
         require_transformers()
         self.path = path
         self.config, self.generation_config = read_config(path), read_generation_config(path)
-        self.quantization = Quantization.of(json.loads(self.config))  # None: its weights are plain
+        self.quantization = Quantization.of(json.loads(self.config))  # None: the folder's weights are plain
         self._files = self._index()
 
     def _index(self) -> dict[str, str]:
@@ -387,8 +388,8 @@ class PretrainedFolder:
                     f"{found[0].name}. Name the folder of the model from which it was made, and use `--quantize`."
                 ) from error
             raise ConfigError(
-                f"a served model's folder must have {_WEIGHTS}, or several such files and {_INDEX}, and "
-                f"{str(self.path)!r} has none that can be read: {error}. Write it by `save_pretrained`."
+                f"a served model's folder must have a readable {_WEIGHTS}, or several such files and {_INDEX}, but "
+                f"reading {str(self.path)!r} failed: {error}. Write it by `save_pretrained`."
             ) from error
 
     @property
@@ -403,11 +404,14 @@ class PretrainedFolder:
         found = {name: (self.path / name).read_bytes() for name in FILES if (self.path / name).is_file()}
         for name, content in found.items():
             if len(content) > MAX_FILE_BYTES:
-                raise ConfigError(f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}.")
+                raise ConfigError(
+                    f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}. Remove it, or "
+                    "save the tokenizer again."
+                )
         return found
 
     def reader(self, model: PretrainedModel) -> FolderReader | QuantizedReader:
-        """Return a function that reads tensors by the model's names, and quantises them if the model needs it."""
+        """Return a reader of tensors by the model's names, which quantises plain weights if the model needs that."""
         if model.quantization is None:
             return FolderReader(self, model)
         is_stored = self.quantization is not None
@@ -433,31 +437,33 @@ class PretrainedFolder:
         except RuntimeError as error:  # torch cannot map the file into memory
             raise ConfigError(_too_large(self.path / self._files[name], error)) from error
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path / self._files[name]} cannot be read: {error}.") from error
+            raise ConfigError(
+                f"{self.path / self._files[name]} must be a readable safetensors file: {error}. Write it again by "
+                "`save_pretrained`."
+            ) from error
         return tensor.clone()  # otherwise the tensor would keep its whole file mapped, and change with the file
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
-        """Describe a model of this folder, cut into stages; reads all weights once, one at a time."""
+        """Describe a model of this folder, cut into stages. Read all weights once, one at a time, for their digests."""
         read = self.reader(model)
 
-        def described(tensors: Mapping[str, Tensor]) -> WeightsDigest:
-            def checked(name: str) -> Tensor:
+        def digest_tensors(tensors: Mapping[str, Tensor]) -> WeightsDigest:
+            def read_checked(name: str) -> Tensor:
                 like, layer = tensors[name], name.rpartition(".")[0]
-                # A quantised layer's numbers are its scales. Its weight is packed bits, whatever the dtype.
-                is_weight = isinstance(like, nn.Parameter)
-                is_checked = is_weight != (layer in model.quantized_here and not name.endswith(".bias"))
+                # In a quantised layer, the scales must be finite. Its weight is packed bits, whatever the dtype.
+                is_packed_layer = layer in model.quantized_here and not name.endswith(".bias")
                 value = in_dtype_of(like, name, read(name))
-                if is_checked:
+                if isinstance(like, nn.Parameter) != is_packed_layer:
                     check_finite(name, value, "serve it in another `--dtype`")
                 return value
 
-            return _digest_of(model.saved(tensors), checked)
+            return _digest_of(model.saved(tensors), read_checked)
 
         stages = [
-            ServedStage(num_blocks=len(blocks), weights=described(stage.named_stage_tensors()))
+            ServedStage(num_blocks=len(blocks), weights=digest_tensors(stage.named_stage_tensors()))
             for stage, blocks in zip(model.stages(ranges), ranges, strict=True)
         ]
-        around = described(model.around)
+        around = digest_tensors(model.around)
         read.warn_of_unread()
         return ModelCard(
             config=self.config,

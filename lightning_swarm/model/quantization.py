@@ -17,15 +17,15 @@ from lightning_swarm.core.errors import ConfigError
 
 KINDS: Final = ("nf4", "int8")  # the kinds of quantisation in which a plain model can be served
 
-BLOCK: Final = 64  # number of 4-bit weights with one scale
+BLOCK: Final = 64  # number of 4-bit weights that share a scale
 
-NESTED_BLOCK: Final = 256  # number of nested scales with one scale of their own
+NESTED_BLOCK: Final = 256  # number of scales that share a nested scale
 
-_MAX_THRESHOLD: Final = 1e30  # no column of activations is that large
-_PIECE: Final = 1 << 18  # weights that are quantised at once, because bitsandbytes needs 20 bytes for each
+_MAX_THRESHOLD: Final = 1e30  # beyond all activations
+_PIECE: Final = 1 << 18  # weights that are quantised at once; bitsandbytes needs 20 bytes for each
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _PACKAGE: Final = "bitsandbytes"
-_VERSION: Final = "0.50"  # has all kernels on CPUs, too
+_VERSION: Final = "0.50"  # the first version with all kernels on CPUs
 
 
 def _require_bitsandbytes() -> Any:
@@ -41,14 +41,14 @@ def _require_bitsandbytes() -> Any:
             f"quantised weights need bitsandbytes {_VERSION} or newer, got {bitsandbytes.__version__}. Run: "
             f"pip install 'bitsandbytes>={_VERSION}'"
         )
-    # int8 layers log this for each product in another dtype than float16.
     logger = logging.getLogger("bitsandbytes.autograd._functions")
-    if _is_no_cast not in logger.filters:
-        logger.addFilter(_is_no_cast)
+    if _is_not_about_casts not in logger.filters:
+        logger.addFilter(_is_not_about_casts)
     return bitsandbytes
 
 
-def _is_no_cast(record: logging.LogRecord) -> bool:
+def _is_not_about_casts(record: logging.LogRecord) -> bool:
+    # int8 layers log this message for each product in another dtype than float16.
     return not str(record.msg).startswith("MatMul8bitLt: inputs will be cast")
 
 
@@ -75,10 +75,10 @@ class Quantization:
     """The form of a model's quantised weights, as `quantization_config` in its config.json describes it."""
 
     kind: str  # nf4, fp4 or int8
-    dtype: torch.dtype  # of the weights before they were quantised, and of those that stay plain
-    compute_dtype: torch.dtype = torch.float32  # of the products, with 4 bits
-    storage: torch.dtype = torch.uint8  # of the tensor that holds 4-bit weights
-    is_nested: bool = False  # the scales of 4-bit weights are quantised, too
+    dtype: torch.dtype  # dtype of plain weights, and of the others before they were quantised
+    compute_dtype: torch.dtype = torch.float32  # 4 bits: dtype of products
+    storage: torch.dtype = torch.uint8  # 4 bits: dtype of the tensor that holds the weights
+    is_nested: bool = False  # 4 bits: the scales are quantised, too
     threshold: float = 6.0  # int8: columns with larger inputs are computed in the inputs' dtype
     skipped: tuple[str, ...] | None = None  # modules that stay plain; None: as transformers chooses them
 
@@ -87,14 +87,14 @@ class Quantization:
         """Return the form that a config describes; None if its weights are plain."""
         if not isinstance(settings, Mapping):
             raise ConfigError(f"config.json must hold an object, got {str(settings)[:200]}. Correct config.json.")
-        given = settings.get("quantization_config") or settings.get("compression_config")
-        if not given:
+        config = settings.get("quantization_config") or settings.get("compression_config")
+        if not config:
             return None
-        kind = _kind_of(given)
-        skipped = given.get("llm_int8_skip_modules")
-        # The names are patterns of transformers. They may come from another peer, so only plain names are accepted.
+        kind = _kind_of(config)
+        skipped = config.get("llm_int8_skip_modules")
+        # transformers uses the names as patterns. They may come from another peer, so only plain names are accepted.
         if skipped is not None and not (
-            isinstance(skipped, list) and all(isinstance(one, str) and re.fullmatch(r"[\w.-]+", one) for one in skipped)
+            isinstance(skipped, list) and all(isinstance(s, str) and re.fullmatch(r"[\w.-]+", s) for s in skipped)
         ):
             raise ConfigError(
                 f"`llm_int8_skip_modules` must be names of modules, got {str(skipped)[:200]}. Correct config.json."
@@ -103,22 +103,24 @@ class Quantization:
         return cls(
             kind=kind,
             dtype=_dtype("dtype", dtype),
-            compute_dtype=_dtype("bnb_4bit_compute_dtype", given.get("bnb_4bit_compute_dtype") or "float32"),
-            storage=_dtype("bnb_4bit_quant_storage", given.get("bnb_4bit_quant_storage") or "uint8", torch.uint8),
-            is_nested=kind != "int8" and bool(given.get("bnb_4bit_use_double_quant")),
-            threshold=_threshold(given.get("llm_int8_threshold", 6.0)),
+            compute_dtype=_dtype("bnb_4bit_compute_dtype", config.get("bnb_4bit_compute_dtype") or "float32"),
+            storage=_dtype("bnb_4bit_quant_storage", config.get("bnb_4bit_quant_storage") or "uint8", torch.uint8),
+            is_nested=kind != "int8" and bool(config.get("bnb_4bit_use_double_quant")),
+            threshold=_threshold(config.get("llm_int8_threshold", 6.0)),
             skipped=None if skipped is None else tuple(skipped),
         )
 
     @property
     def rows_depend(self) -> bool:
         """Whether a row's result depends on the other rows of a forward, by more than rounding."""
-        return self.kind == "int8" and self.threshold > 0.0  # a column is large if it is so in any row
+        # A column counts as large if it is large in any row.
+        return self.kind == "int8" and self.threshold > 0.0
 
     @property
     def adapted_dtype(self) -> torch.dtype:
         """The dtype of a plain layer to which peft adds the same adapter as to a quantised layer."""
-        return torch.int8 if self.kind == "int8" else self.compute_dtype  # to an integer's it rounds no adapter
+        # peft rounds an adapter to its layer's dtype, unless that is an integer dtype.
+        return torch.int8 if self.kind == "int8" else self.compute_dtype
 
     def layers(self, model: Any) -> list[str]:
         """Return the names of the linear layers that transformers quantises in a model."""
@@ -147,8 +149,8 @@ class Quantization:
                 weight = torch.empty(outputs, inputs, dtype=torch.int8)
             else:
                 made = bnb.nn.Linear4bit(*sizes, self.compute_dtype, self.is_nested, self.kind, self.storage)
-                # On some CPUs bitsandbytes would rewrite the weights for a kernel in bfloat16 in the first forward
-                # without gradients, after which no gradient flows. Numbers must not depend on earlier forwards.
+                # On some CPUs, the first forward without gradients would rewrite the weights for a kernel in bfloat16
+                # that has no backward. Results must not depend on earlier forwards.
                 made.support_avx512bf16_for_cpu = False
                 num_bytes = (inputs * outputs + 1) // 2
                 weight = torch.empty(num_bytes // self.storage.itemsize, 1, dtype=self.storage)
@@ -179,13 +181,13 @@ class Quantization:
         odd = [name for name, layer in layers.items() if layer.in_features % BLOCK] if self.kind != "int8" else []
         if odd and device.type == "cpu":
             raise ConfigError(
-                f"on a CPU, 4-bit layers must have a multiple of {BLOCK} inputs, because bitsandbytes computes others "
-                f"wrongly there, and {odd[0]!r} has {layers[odd[0]].in_features}. Serve the model by "
+                f"on a CPU, the number of inputs of 4-bit layers must be a multiple of {BLOCK}, because bitsandbytes "
+                f"gives wrong results otherwise: {odd[0]!r} has {layers[odd[0]].in_features}. Serve the model with "
                 "`--quantize int8`, or on GPUs."
             )
 
     def bind(self, layer: Any) -> None:
-        """Make a quantised layer compute with its tensors, after they were loaded."""
+        """Make a quantised layer compute with its tensors, after these were loaded."""
         weight = layer.weight
         if self.kind == "int8":
             weight.CB = None
@@ -207,8 +209,8 @@ class Quantization:
         functional = _require_bitsandbytes().functional
         if self.kind == "int8":
             rows = weight.split(max(1, _PIECE // weight.shape[1]))
-            made = [functional.int8_vectorwise_quant(piece.contiguous().to(torch.float16))[:2] for piece in rows]
-            codes, scales = zip(*made, strict=True)
+            parts = [functional.int8_vectorwise_quant(piece.contiguous().to(torch.float16))[:2] for piece in rows]
+            codes, scales = zip(*parts, strict=True)
             return {"weight": torch.cat(codes), "SCB": torch.cat(scales)}
         pieces = weight.contiguous().view(-1).split(_PIECE)
         found = [functional.quantize_4bit(piece, blocksize=BLOCK, quant_type=self.kind) for piece in pieces]
@@ -224,26 +226,26 @@ class Quantization:
         return {**tensors, "nested_offset": offset}
 
 
-def _threshold(given: float) -> float:
-    """Return a threshold of int8's large columns, which is a number; refuse one out of range."""
-    if isinstance(given, bool) or not 0 <= given <= _MAX_THRESHOLD:
+def _threshold(value: float) -> float:
+    """Return the threshold of int8's large columns; refuse a number out of range."""
+    if isinstance(value, bool) or not 0 <= value <= _MAX_THRESHOLD:
         raise ConfigError(
-            f"`llm_int8_threshold` must be a number of 0..{_MAX_THRESHOLD:g}, got {str(given)[:200]}. Correct "
+            f"`llm_int8_threshold` must be a number of 0..{_MAX_THRESHOLD:g}, got {str(value)[:200]}. Correct "
             "config.json."
         )
-    return float(given)
+    return float(value)
 
 
-def _kind_of(given: Any) -> str:
-    """Return the kind that a `quantization_config` names; refuse those that are not read here."""
-    method = given.get("quant_method") if isinstance(given, dict) else None
-    if method == _PACKAGE and not given.get("llm_int8_has_fp16_weight"):
-        is_4bit, is_8bit = given.get("load_in_4bit") is True, given.get("load_in_8bit") is True
-        kind = given.get("bnb_4bit_quant_type", "fp4") if is_4bit else "int8"
-        is_number = isinstance(given.get("llm_int8_threshold", 6.0), float | int)
+def _kind_of(config: Any) -> str:
+    """Return the kind that a `quantization_config` names; refuse kinds that cannot be read here."""
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if method == _PACKAGE and not config.get("llm_int8_has_fp16_weight"):
+        is_4bit, is_8bit = config.get("load_in_4bit") is True, config.get("load_in_8bit") is True
+        kind = config.get("bnb_4bit_quant_type", "fp4") if is_4bit else "int8"
+        is_number = isinstance(config.get("llm_int8_threshold", 6.0), float | int)
         if is_4bit != is_8bit and kind in (("nf4", "fp4") if is_4bit else ("int8",)) and is_number:
             return str(kind)
-    found = f"bitsandbytes with {given}" if method == _PACKAGE else repr(method)
+    found = f"bitsandbytes with {config}" if method == _PACKAGE else repr(method)
     raise ConfigError(
         "a served model's weights must be plain, or quantised by bitsandbytes to NF4, FP4 or int8, got "
         f"{found[:300]} in config.json. Name the folder of the plain model, and use `--quantize`."
@@ -262,14 +264,14 @@ def _dtype(name: str, value: object, *others: torch.dtype) -> torch.dtype:
 
 
 def with_quantization(config: str, kind: str | None, dtype: str) -> str:
-    """Return the config.json of a model that is quantised when it is loaded, in a dtype; None: as it is."""
+    """Return a config.json with a `kind` of quantisation, computed in `dtype`; unchanged if `kind` is None."""
     settings = json.loads(config)
     own = Quantization.of(settings)
     if kind is None or (own is not None and own.kind == kind):
         return config
     if own is not None:
         raise ConfigError(
-            f"only plain weights can be quantised, and those in the folder are {own.kind} already, got "
+            f"only plain weights can be quantised, but the folder's weights are {own.kind} already, got "
             f"`--quantize {kind}`. Leave it out, or name the folder of the plain model."
         )
     form: dict[str, Any] = {"quant_method": _PACKAGE}
@@ -280,24 +282,28 @@ def with_quantization(config: str, kind: str | None, dtype: str) -> str:
     else:
         raise ConfigError(f"`--quantize` must be one of {', '.join(KINDS)}, got {kind!r}. Correct it.")
     settings.pop("torch_dtype", None)  # the former name of `dtype`
-    found = {**settings, "dtype": dtype, "quantization_config": form}
-    Quantization.of(found)  # checks the dtype
-    return json.dumps(found, sort_keys=True)
+    result = {**settings, "dtype": dtype, "quantization_config": form}
+    Quantization.of(result)  # checks the dtype
+    return json.dumps(result, sort_keys=True)
 
 
 def check_same(served: str, folder: str | None, kind: str | None) -> None:
-    """Refuse a served model in another form than a local folder has, or than the user chose (`kind`, if not None)."""
-    # `served` and `folder` are the contents of both config.json files.
-    there, here = (None if one is None else Quantization.of(json.loads(one)) for one in (served, folder))
-    name = "plain" if there is None else there.kind
+    """Refuse to serve a model in another form than a local folder has, or than the user chose (`kind`, if not None).
+
+    `served` and `folder` are the contents of the config.json files of the served model and of the local folder.
+    """
+    served_form = Quantization.of(json.loads(served))
+    local_form = None if folder is None else Quantization.of(json.loads(folder))
+    name = "plain" if served_form is None else served_form.kind
     if kind not in (None, name):
         raise ConfigError(
-            f"all servers of a model must hold the same weights: those at `--join` are {name}, got "
-            f"`--quantize {kind}`. Leave it out: then this server follows them. For another form, start another first "
-            "server."
+            f"all servers of a model must hold the same weights: the weights at `--join` are {name}, got "
+            f"`--quantize {kind}`. Leave it out to serve them, or start a first server of another form."
         )
-    if here is not None and (there is None or (here.kind, here.is_nested) != (there.kind, there.is_nested)):
+    if local_form is not None and (
+        served_form is None or (local_form.kind, local_form.is_nested) != (served_form.kind, served_form.is_nested)
+    ):
         raise ConfigError(
-            f"all servers of a model must hold the same weights: those at `--join` are {name}, and those in "
-            f"`--weights` are {here.kind}. Name the folder of the plain model, or leave `--weights` out."
+            f"all servers of a model must hold the same weights: the weights at `--join` are {name}, but the weights "
+            f"in `--weights` are {local_form.kind}. Name the folder of the plain model, or leave `--weights` out."
         )

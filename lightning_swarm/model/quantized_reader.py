@@ -1,4 +1,4 @@
-"""Reads the tensors of quantised layers: stored ones as they are, plain ones quantised one by one."""
+"""Reads the tensors of quantised layers: unchanged from a quantised folder, or quantised from a plain folder."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _IN_FILES: Final = {
 
 def check_finite(name: str, values: Tensor, remedy: str) -> None:
     """Refuse weights that are infinite or NaN."""
-    if num_others := int((~torch.isfinite(values)).sum()):
+    if num_refused := int((~torch.isfinite(values)).sum()):
         raise ConfigError(
-            f"a model's weights must be finite numbers, and {num_others} of {values.numel()} in {name!r} are not, in "
+            f"a model's weights must be finite numbers, but {num_refused} of {values.numel()} in {name!r} are not, in "
             f"{values.dtype}. Save the model again from a sound checkpoint, or {remedy}."
         )
 
@@ -52,50 +52,53 @@ class QuantizedReader:
 
     def __call__(self, name: str) -> Tensor:
         """Read a tensor by its name in the module."""
-        where, _, part = name.rpartition(".")
-        layer = self._layers.get(where)
+        layer_name, _, part = name.rpartition(".")
+        layer = self._layers.get(layer_name)
         if layer is None:
             return self._plain(name)
         if part == "bias":
             return self._plain(name).to(self._form.dtype)
-        if self._last[0] != where:
+        if self._last[0] != layer_name:
             self._last = ("", {})  # frees the former layer's tensors first
-            self._last = where, self._stored(where, layer) if self._is_stored else self._quantized(where, layer)
+            read = self._read_quantized if self._is_stored else self._quantize
+            self._last = layer_name, read(layer_name, layer)
         return self._last[1][part]
 
     def warn_of_unread(self) -> None:
-        """After the whole model was read: warn of other tensors in the files."""
+        """Warn of tensors in the files that were not read, after the whole model was read."""
         self._plain.warn_of_unread()
 
-    def _quantized(self, where: str, layer: Any) -> Mapping[str, Tensor]:
-        weight = self._plain(f"{where}.weight").to(self._form.dtype)
-        # float16 is the dtype in which bitsandbytes finds the scales of int8.
+    def _quantize(self, layer_name: str, layer: Any) -> Mapping[str, Tensor]:
+        """Return a layer's tensors from a folder whose weights are plain."""
+        weight = self._plain(f"{layer_name}.weight").to(self._form.dtype)
+        # bitsandbytes computes the scales of int8 in float16.
         checked = weight.to(torch.float16) if self._form.kind == "int8" else weight
-        check_finite(f"{where}.weight", checked, "serve it without `--quantize`")
+        check_finite(f"{layer_name}.weight", checked, "serve it without `--quantize`")
         return self._form.quantized(weight.T if layer.was_transposed else weight)
 
-    def _stored(self, where: str, layer: nn.Module) -> Mapping[str, Tensor]:
+    def _read_quantized(self, layer_name: str, layer: nn.Module) -> Mapping[str, Tensor]:
         """Return a layer's tensors from a folder whose weights are quantised."""
-        found = {part: self._plain.find(f"{where}.{name}") for part, name in _IN_FILES.items()}
+        found = {part: self._plain.find(f"{layer_name}.{name}") for part, name in _IN_FILES.items()}
         if self._form.kind == "int8":
-            self._plain.find(f"{where}.weight_format")  # counts as read; all versions since 0.45 have one format
+            # Only counted as read, because all versions since 0.45 write the same format.
+            self._plain.find(f"{layer_name}.weight_format")
         else:
-            packed = self._plain.find(f"{where}.weight.quant_state.bitsandbytes__{self._form.kind}")
+            packed = self._plain.find(f"{layer_name}.weight.quant_state.bitsandbytes__{self._form.kind}")
             settings = {} if packed is None else json.loads(bytes(packed.tolist()))
-            self._check(where, layer, settings)
+            self._check(layer_name, layer, settings)
             if self._form.is_nested:
                 found["nested_offset"] = torch.tensor(float(settings["nested_offset"]))
         wanted = ["weight", *(name for name, _ in layer.named_buffers())]
-        if lacking := [part for part in wanted if found.get(part) is None]:
+        if missing := [part for part in wanted if found.get(part) is None]:
             raise ConfigError(
-                f"the files of a quantised model must have all tensors of its layers, and {where!r} has no "
-                f"{lacking[0]!r} there, under the name that transformers gives it today. Save the model again by "
-                "`save_pretrained`, or serve the plain model by `--quantize`."
+                f"the files of a quantised model must have all tensors of its layers, but {layer_name!r} has no "
+                f"{missing[0]!r} under the name that transformers writes today. Save the model again by "
+                "`save_pretrained`, or serve the plain model with `--quantize`."
             )
         return {part: tensor for part in wanted if (tensor := found[part]) is not None}
 
-    def _check(self, where: str, layer: Any, settings: Mapping[str, Any]) -> None:
-        """Check that a layer was quantised in the form that its config describes."""
+    def _check(self, layer_name: str, layer: Any, settings: Mapping[str, Any]) -> None:
+        """Refuse a layer that was quantised in another form than its config describes."""
         wanted = {
             "quant_type": self._form.kind,
             "blocksize": BLOCK,
@@ -107,6 +110,6 @@ class QuantizedReader:
         for name, value in wanted.items():
             if settings.get(name) != value:
                 raise ConfigError(
-                    f"the layers of a quantised model must have the form in its config.json: {where!r} has `{name}` "
-                    f"{settings.get(name)}, and {value} was expected. Serve the plain model by `--quantize`."
+                    f"the layers of a quantised model must have the form in its config.json: {layer_name!r} has "
+                    f"`{name}` {settings.get(name)} instead of {value}. Serve the plain model with `--quantize`."
                 )

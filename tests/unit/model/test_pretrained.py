@@ -107,7 +107,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"has no 'model\.layers\.2\.mlp\.up_proj\.weight'"):
         read(tmp_path, "float32")
-    with pytest.raises(ConfigError, match=r"has none\. Write it there"):
+    with pytest.raises(ConfigError, match=r"has none\. Write it by"):
         PretrainedFolder(tmp_path / "nowhere")
 
 

@@ -108,5 +108,7 @@ def test_a_model_without_a_forward() -> None:
     model.net = nn.Sequential(Block(100, 1), Block(100, 2))
     assert time_costs(model, find_blocks(model, "net"), torch.randn(4, 3), clock=CLOCK) == pytest.approx((3e6, 6e6))
     model.h = nn.ModuleList([Block(1)])
-    with pytest.raises(ConfigError, match=r"must go through 'h': 1 of its modules were not called\. Call them in `forward`"):
+    with pytest.raises(
+        ConfigError, match=r"must go through 'h': 1 of its modules were not called\. Call them in `forward`"
+    ):
         time_costs(model, find_blocks(model, "h"), torch.randn(4, 3), clock=CLOCK)
