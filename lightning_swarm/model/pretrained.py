@@ -126,7 +126,7 @@ class PretrainedModel:
                 f"{self.quantization.dtype}, got {self.module.dtype}. Leave out `--dtype`, or name the folder of the "
                 "plain model, and use `--quantize`."
             )
-        names, made = self.quantization.layers(self.module), {}
+        names, made = self.quantization.layer_names(self.module), {}
         for name in names:
             if plain_module is None or not name.startswith(f"{plain_module}."):
                 made[name] = self.quantization.layer_like(self.module.get_submodule(name))

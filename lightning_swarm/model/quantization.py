@@ -122,7 +122,7 @@ class Quantization:
         # peft rounds an adapter to its layer's dtype, unless that is an integer dtype.
         return torch.int8 if self.kind == "int8" else self.compute_dtype
 
-    def layers(self, model: Any) -> list[str]:
+    def layer_names(self, model: Any) -> list[str]:
         """Return the names of the linear layers that transformers quantises in a model."""
         from transformers.quantizers.base import HfQuantizer
         from transformers.quantizers.quantizers_utils import should_convert_module
@@ -201,7 +201,7 @@ class Quantization:
             settings |= {"offset": layer.nested_offset, "state2": nested}
         weight.quant_state = layer.quant_state = make(layer.absmax, code=layer.quant_map, **settings)
 
-    def quantized(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Quantise a weight ``[outputs, inputs]`` on the CPU; return the tensors of the layer by their names in it.
 
         The result is that of bitsandbytes for the whole weight, but is computed in pieces.

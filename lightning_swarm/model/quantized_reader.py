@@ -74,7 +74,7 @@ class QuantizedReader:
         # bitsandbytes computes the scales of int8 in float16.
         checked = weight.to(torch.float16) if self._form.kind == "int8" else weight
         check_finite(f"{layer_name}.weight", checked, "serve it without `--quantize`")
-        return self._form.quantized(weight.T if layer.was_transposed else weight)
+        return self._form.quantize(weight.T if layer.was_transposed else weight)
 
     def _read_quantized(self, layer_name: str, layer: nn.Module) -> Mapping[str, Tensor]:
         """Return a layer's tensors from a folder whose weights are quantised."""

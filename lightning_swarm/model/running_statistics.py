@@ -1,7 +1,7 @@
-"""Running statistics of batch norms, which only records change: once for each microbatch or batch that counts.
+"""Running statistics of batch norms, which change only when a step's record is applied.
 
-A forward leaves them unchanged, and reports the batch statistics instead. With the gradients, all reports of a step go
-to each of the stage's servers. Each applies them in the microbatches' order, as one machine would.
+A forward leaves them unchanged, and reports the batch statistics of its microbatch instead. All servers of a stage get
+the reports of a step with the gradients, and apply them in the microbatches' order, as one machine would.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MAX_USES: Final = 2.0**31  # uses of a norm in one microbatch
 class BatchStatistics:
     """The batch statistics of one microbatch."""
 
-    values: Tensor | None = None  # ``[length]`` float64; None: there are no norms, or none was used
+    values: Tensor | None = None  # ``[length]`` float64; None if no norm was used
 
 
 class RunningStatistics:
     """The running statistics of the batch norms in a stage's module.
 
-    They, and the batch statistics of a microbatch, are float64 vectors with this layout, for n norms of c channels in
-    total: ``[uses (n) | means (c) | variances (c) | momenta (n)]``. The momentum of a norm without one is -1. Momenta
+    Running statistics and batch statistics are float64 vectors. For n norms of c channels in total, the layout is
+    ``[uses (n) | means (c) | variances (c) | momenta (n)]``. The momentum of a norm with `momentum=None` is -1. Momenta
     are in the vector because a trainer may change them during the run.
     """
 
@@ -53,7 +53,7 @@ class RunningStatistics:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[BatchStatistics]:
-        """Keep running statistics unchanged inside; afterwards the yielded object has the batch statistics."""
+        """Inside, keep running statistics unchanged. Afterwards, the yielded object has the batch statistics."""
         result, norms = BatchStatistics(), [norm for norm in self.norms if norm.training]
         if not norms:
             yield result
@@ -63,7 +63,7 @@ class RunningStatistics:
         for buffer, data in own:
             buffer.data = torch.zeros_like(data)
         for norm in norms:
-            norm.momentum = 1.0  # buffers then get the batch statistics themselves
+            norm.momentum = 1.0  # so that the new running statistics are the batch statistics
         try:
             yield result
             found = self._read(only_training=True)
@@ -77,13 +77,13 @@ class RunningStatistics:
         result.values = found
         if any(count > 1 for count in found[:num].tolist()):
             raise ConfigError(
-                "a `BatchNorm` in a block must be used once for each sample, got one that is used several times in one "
-                "forward. Give each place a norm of its own."
+                "a `BatchNorm` in a block must be used once for each sample, got a norm that is used several times in "
+                "one forward. Use separate norms."
             )
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[BatchStatistics]:
-        """Inside, let norms update their running statistics; afterwards the yielded object has the batch statistics.
+        """Inside, let norms update their running statistics. Afterwards, the yielded object has the batch statistics.
 
         This is for norms around the pipeline, which may be used several times, one after the other.
         """
@@ -100,8 +100,8 @@ class RunningStatistics:
             return
         if bool((uses < 0).any()):
             raise ConfigError(
-                "a `BatchNorm` that is used in `training_step` must count on from its last batch, got one whose "
-                "`num_batches_tracked` was set back there. Leave out `reset_running_stats()`."
+                "a `BatchNorm` that is used in `training_step` must count all of its batches, got a norm whose "
+                "`num_batches_tracked` was reset there. Leave out `reset_running_stats()`."
             )
         # The share of a norm's old statistics in its new ones. Without a momentum, statistics are means over all uses.
         old_share = torch.where(momenta < 0.0, before[:num] / after[:num].clamp(min=1.0), (1.0 - momenta) ** uses)
@@ -112,7 +112,7 @@ class RunningStatistics:
 
     @property
     def _owners(self) -> Tensor:
-        """The index of the norm of each mean and of each variance."""
+        """The index of the norm to which each mean and each variance belongs."""
         return torch.arange(len(self.norms)).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2))
 
     def add(self, key: CallKey, values: Tensor | None) -> None:
@@ -122,13 +122,13 @@ class RunningStatistics:
 
     def batch_statistics_of(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
         """Return the batch statistics that this server has of microbatches that count in a step."""
-        here = self._by_step.get(step, {})
-        return {receipt: here[receipt] for receipt in sorted(counted) if receipt in here}
+        own = self._by_step.get(step, {})
+        return {receipt: own[receipt] for receipt in sorted(counted) if receipt in own}
 
     def merged(self, batches: Mapping[Receipt, Tensor]) -> Tensor:
         """Return the running statistics ``[length]`` after these batch statistics, in the order of one machine."""
         state = self._read()
-        num_norms, end = len(self.norms), self.length - len(self.norms)  # `end` of the variances
+        num_norms, end = len(self.norms), self.length - len(self.norms)  # variances end at `end`
         owners = self._owners.to(state.device)
         for _, values in sorted(batches.items(), key=lambda item: _order(item[0])):
             values, momenta = values.to(state).split([end, num_norms])  # noqa: PLW2901
@@ -147,7 +147,7 @@ class RunningStatistics:
         num = len(self.norms)
         parts = state[num : self.length - num].split(self._sizes * 2)
         for norm, count, mean, var in zip(self.norms, state[:num], parts[:num], parts[num:], strict=True):
-            # Through `data`, because graphs that wait for their backward would otherwise count the tensors as changed.
+            # Through `data`, because autograd graphs that wait for their backward must not see a new version.
             assert norm.running_var is not None
             _mean(norm).data.copy_(mean)
             norm.running_var.data.copy_(var)
@@ -183,12 +183,12 @@ def _mean(norm: _BatchNorm) -> Tensor:
 
 
 def _order(receipt: Receipt) -> tuple[int, int, int]:
-    """Return a microbatch's place in the order of one machine, which makes and cuts the calls of a batch one by one."""
+    """Return a microbatch's sort key in the order of one machine, which runs the calls of a batch one by one."""
     first, index, call = receipt
     return first % PLACES, call, index  # a batch that was granted again keeps its place in the step
 
 
 def _powers(bases: Tensor, uses: Tensor) -> Tensor:
-    """Raise numbers to the powers of a peer's counts, to the same bits on every machine; NaN for invalid counts."""
+    """Raise numbers to powers that a peer sent, with the same bits on every machine; NaN for invalid counts."""
     counts = (uses >= 0.0) & (uses == uses.floor()) & (uses < _MAX_USES)
     return torch.where(counts, integer_power(bases, torch.where(counts, uses, 0.0)), torch.nan)

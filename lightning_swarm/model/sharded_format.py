@@ -1,4 +1,7 @@
-"""Reads and writes, in parts, folders in the format of torch.distributed.checkpoint; nothing read is executed."""
+"""Sharded checkpoints: folders in the format of torch.distributed.checkpoint, written and read in parts.
+
+Nothing that is read is executed.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,12 @@ _INDEX: Final = ".metadata"
 
 
 def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[WrittenValue]:
-    """Write one part of a folder that exists; `content` is nested mappings of tensors and other values."""
+    """Write one part of an existing folder; `content` is a nested mapping with tensors and other values."""
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
     planner.set_up_planner(dict(content), None, False)
     writer.set_up_storage_writer(False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    # The writer names its files by a part's index in the list of all parts.
+    # The writer names its files by a plan's index in the list of all plans, so earlier plans are empty.
     plan = planner.finish_plan(writer.prepare_global_plan([*[SavePlan([])] * part, plan])[part])
     results: Sequence[WriteResult] = writer.write_data(plan, planner).wait()
     tensors = {item.index.fqn: item.tensor_data for item in plan.items}
@@ -71,27 +74,29 @@ def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence
 
 
 def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) -> None:
-    """Refuse values that a peer cannot have written for these parameters and buffers, with a `ProtocolError`."""
+    """Raise `ProtocolError` for values that a peer cannot have written for these parameters and buffers."""
     for value in written:
         start = value.path[:1] if value.path[0] == WEIGHTS else value.path[:2]
-        # After `start`, the path goes on with a name, which must be one of `names`.
-        named = start in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(start) : len(start) + 1]
-        if not named or named[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", value.file):
-            raise ProtocolError(f"part {part} of a checkpoint has state of its own, in files of its own; got {value}")
+        # The next element of the path must be one of `names`.
+        name = start in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(start) : len(start) + 1]
+        if not name or name[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", value.file):
+            raise ProtocolError(
+                f"part {part} of a checkpoint may have its own parameters' state only, in its own files; got {value}"
+            )
         _dtype(value)
 
 
-def finish(folder: Path, written: Sequence[WrittenValue], also: Mapping[str, str]) -> None:
-    """Write the index of a folder whose parts are all written; `also` maps more names of weights to written names."""
-    aliases = [
+def finish(folder: Path, written: Sequence[WrittenValue], aliases: Mapping[str, str]) -> None:
+    """Write the index of a folder whose parts are all written; `aliases` maps further names of weights to names."""
+    further = [
         msgspec.structs.replace(value, path=[WEIGHTS, alias])
         for value in written
         if value.path[0] == WEIGHTS
-        for alias, name in also.items()
+        for alias, name in aliases.items()
         if value.path[1] == name
     ]
-    values = [*written, *aliases]
-    # From here on, do the work of a planner in torch's coordinating process.
+    values = [*written, *further]
+    # The rest does the work of the planner in torch's coordinating process.
     _, metadata = create_default_global_save_plan([SavePlan([_item(value) for value in values])])
     metadata.planner_data = {_key(value): tuple(value.path) for value in values}
     results = [
@@ -110,7 +115,7 @@ def _key(value: WrittenValue) -> str:
 def _dtype(value: WrittenValue) -> torch.dtype | None:
     dtype = None if value.dtype is None else getattr(torch, value.dtype, None)
     if value.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"a tensor has a dtype of torch's, got {value.dtype!r}")
+        raise ProtocolError(f"a tensor's dtype must be the name of a dtype of torch, got {value.dtype!r}")
     return dtype
 
 
@@ -148,7 +153,7 @@ class ShardedCheckpoint:
         if problems:
             raise ConfigError(
                 f"a sharded checkpoint must have all of its files in one folder; in {self._path} "
-                f"{few(problems)}. Copy them there from where they are, or take another checkpoint."
+                f"{few(problems)}. Copy the files into it, or use another checkpoint."
             )
 
     @cached_property
@@ -163,7 +168,7 @@ class ShardedCheckpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights in the folder, as tensors on meta."""
+        """The names of the weights in the folder, with tensors on meta of their shapes and dtypes."""
         stored = {name: self._metadata.state_dict_metadata[keys[0]] for name, keys in self._keys[WEIGHTS].items()}
         return {
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
@@ -172,7 +177,7 @@ class ShardedCheckpoint:
         }
 
     def read_weights(self, names: Iterable[str]) -> dict[str, Any]:
-        """Read some weights from the files."""
+        """Read the weights of these names."""
         keys = [key for name in names for key in self._keys[WEIGHTS][name]]
         return dict(self._read(keys).get(WEIGHTS, {}))
 
@@ -190,7 +195,7 @@ class ShardedCheckpoint:
         return any(path[:2] == (OPTIMIZER, "param_groups") for path in self._paths.values())
 
     def read_groups(self) -> dict[str, Any]:
-        """Read the optimizer's groups in the form of `optimizer_state.number_to_name`, with values that it wrote."""
+        """Read the optimizer's groups, and the values that it wrote into them, in the form of `number_to_name`."""
         groups = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "param_groups")]
         written = [
             key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3:4] == (GROUP,)
@@ -198,7 +203,7 @@ class ShardedCheckpoint:
         return {"state": {}, **self._read([*groups, *written])[OPTIMIZER]}
 
     def read_state(self, names: Iterable[str] | None) -> dict[str, Any]:
-        """Read the optimizer's state of some parameters, by their names; None: all parameters."""
+        """Read the optimizer's state of the parameters of these names; None: of all parameters."""
         keys_by_name = self._keys[OPTIMIZER]
         keys = [key for name in (keys_by_name if names is None else names) for key in keys_by_name.get(name, ())]
         return dict(self._read(keys).get(OPTIMIZER, {}).get("state", {}))
@@ -216,8 +221,8 @@ class ShardedCheckpoint:
             self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         except Exception as error:  # torch raises many kinds of errors for malformed bytes
             raise ConfigError(
-                "the values of a sharded checkpoint must be tensors, numbers and text of torch.distributed.checkpoint; "
-                f"in {self._path} some cannot be read: {str(error).splitlines()[0]}. Take another checkpoint."
+                "a sharded checkpoint must hold tensors, numbers and text that torch.distributed.checkpoint wrote; "
+                f"reading {self._path} failed: {str(error).splitlines()[0]}. Use another checkpoint."
             ) from error
         return _nested({self._paths[key]: planner.state_dict[key] for key in keys})
 
@@ -241,8 +246,8 @@ def _nested(values: Mapping[Sequence[Any], Any]) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Turn mappings with numbers as keys into lists: keys of an optimizer's state are names, never numbers."""
+    """Convert mappings with numbers as keys to lists; keys of an optimizer's state are names, never numbers."""
     if not isinstance(value, dict):
         return value
-    inner = {key: _with_lists(inner_value) for key, inner_value in value.items()}
-    return list(inner.values()) if inner and all(isinstance(key, int) for key in inner) else inner
+    items = {key: _with_lists(item) for key, item in value.items()}
+    return list(items.values()) if items and all(isinstance(key, int) for key in items) else items

@@ -25,14 +25,14 @@ from lightning_swarm.core.readable import printable
 
 
 class _IndexRecord:
-    """Stands in for an object of an index, and keeps its state as plain data."""
+    """Replaces an object of an index, and keeps its state as plain data."""
 
     state: Any = None  # stays None if the pickle sets no state
 
     def __init__(self, *arguments: Any) -> None:
         self.state = arguments
 
-    # Also keeps a pickle from setting attributes of this class: it would call this method without `self`.
+    # A pickle that sets the state of this class, not of an object, fails, because this method then lacks `self`.
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -52,7 +52,7 @@ _STORED: Final = _record(_StorageInfo)
 _MAX_NAME: Final = 200  # characters of a file's name
 _METADATA_MODULE: Final = "torch.distributed.checkpoint.metadata"
 _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
-    **{(_METADATA_MODULE, one.__name__): one for one in (_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _KEY)},
+    **{(_METADATA_MODULE, r.__name__): r for r in (_METADATA, _TENSOR, _BYTES, _CHUNK, _PROPERTIES, _KEY)},
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _STORED,
     **dict.fromkeys(
         [
@@ -71,10 +71,10 @@ _STAND_INS: Final[Mapping[tuple[str, str], Any]] = {
     ("collections", "OrderedDict"): dict,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-"""The only names in an index, and the harmless objects that unpickling makes of them. No name is looked up."""
+"""All names that an index may have, and the harmless objects that replace them. Unpickling imports nothing."""
 
 
-# Not `pickle.Unpickler`, in C, which allocates an array of any length that a file names: twenty bytes take gigabytes.
+# Not `pickle.Unpickler`, in C, which allocates as much as a file names, so that twenty bytes could take gigabytes.
 class _Unpickler(pickle._Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
@@ -89,14 +89,14 @@ class _Unpickler(pickle._Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read an index; raise `ConfigError` if it is not one, contains other names, or contradicts itself."""
+    """Read an index; raise `ConfigError` if it is malformed, contains other names, or contradicts itself."""
     try:
         with path.open("rb") as file:
             return _metadata(_Unpickler(file).load())
     except Exception as error:  # untrusted bytes may raise anything
         raise ConfigError(
             f"a sharded checkpoint must have an index that torch.distributed.checkpoint wrote; {path} "
-            f"cannot be read: {printable(str(error)) or type(error).__name__}. Take another checkpoint."
+            f"cannot be read: {printable(str(error)) or type(error).__name__}. Use another checkpoint."
         ) from error
 
 
@@ -111,10 +111,10 @@ def _metadata(raw: Any) -> Metadata:
     stored = {_storage_key(key): _stored(value) for key, value in index["storage_data"].items()}
     paths = {_text(key): _path(value) for key, value in index["planner_data"].items()}
     if paths.keys() != tensors.keys():
-        raise _Malformed("its values and its paths have different names")
+        raise _Malformed("its values and paths have different names")
     prefixes = {path[:length] for path in paths.values() for length in range(1, len(path))}
     if len({*paths.values()} - prefixes) != len(paths):
-        raise _Malformed("two of its values have the same path, or one's path leads through the other")
+        raise _Malformed("two of its values have the same path, or the path of one leads through the other")
     for key, entry in tensors.items():
         _check_stored(key, entry, stored)
     return Metadata(state_dict_metadata=tensors, planner_data=paths, storage_data=stored)
@@ -135,9 +135,9 @@ def _entry(raw: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         and all(start + length <= whole for start, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
         for chunk in parts
     )
-    # Otherwise a part of the tensor would not be read.
+    # If chunks did not cover the tensor, some of its elements would not be read.
     if not is_inside or sum(math.prod(chunk.sizes) for chunk in parts) != math.prod(size):
-        raise _Malformed(f"the parts of a tensor of {tuple(size)} do not make it up")
+        raise _Malformed(f"the parts of a tensor of shape {tuple(size)} do not cover it")
     return TensorStorageMetadata(TensorProperties(dtype=properties[0]), size, parts)
 
 
@@ -156,23 +156,21 @@ def _stored(raw: Any) -> _StorageInfo:
     if min(offset, length) < 0:
         raise _Malformed(f"it has a value at {offset} of {length} bytes")
     if stored.get("transform_descriptors"):
-        raise _Malformed(
-            f"its values were transformed by {stored['transform_descriptors']}, and only plain ones are read"
-        )
+        raise _Malformed(f"its values must not be transformed, got transforms {stored['transform_descriptors']}")
     return _StorageInfo(name, offset, length)
 
 
 def _check_stored(
     key: str, entry: TensorStorageMetadata | BytesStorageMetadata, stored: Mapping[MetadataIndex, _StorageInfo]
 ) -> None:
-    """Check that the files hold all bytes of a value's shape, because the shape decides how much is allocated."""
+    """Check that the files hold as many bytes as a value's shape, because reading allocates by the shape."""
     parts = [(MetadataIndex(key), 0)]
     if isinstance(entry, TensorStorageMetadata):
         item = entry.properties.dtype.itemsize
         parts = [(MetadataIndex(key, chunk.offsets), math.prod(chunk.sizes) * item) for chunk in entry.chunks]
     for storage_key, num_bytes in parts:
         if storage_key not in stored or stored[storage_key].length < num_bytes:
-            raise _Malformed(f"the files have less of {key!r} than its shape says")
+            raise _Malformed(f"the files have fewer bytes of {key!r} than its shape needs")
 
 
 def _path(raw: Any) -> tuple[str | int, ...]:
@@ -194,8 +192,8 @@ def _text(raw: Any) -> str:
 
 
 def _fields(raw: Any, kind: type[_IndexRecord], **types: type | Sequence[type]) -> Mapping[str, Any]:
-    """Return the state of a record of one kind, in which these fields are of these types."""
+    """Return the state of a record of this kind, after checking that these fields have these types."""
     state = raw.state if type(raw) is kind else None
     if not isinstance(state, dict) or not all(type(state.get(name)) is wanted for name, wanted in types.items()):
-        raise _Malformed(f"it has no {kind.__name__} where one belongs")
+        raise _Malformed(f"it lacks a {kind.__name__} where the format requires one")
     return state

@@ -223,7 +223,7 @@ class Trap:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("missing", r"all of its files in one folder; in .* __0_0\.distcp is missing\. Copy them there"),
+        ("missing", r"all of its files in one folder; in .* __0_0\.distcp is missing\. Copy the files into it"),
         ("short", r"__0_0\.distcp is cut off"),
         ("no index", r"is a folder without an index `\.metadata`"),
         ("trap", r"cannot be read: it names pathlib\.(_local\.)?Path\.touch"),
@@ -271,7 +271,7 @@ def test_nothing_else_is_written_and_no_other_folder(tmp_path: Path, monkeypatch
     (written,) = sharded_format.write(tmp_path, 1, {"model": {"a": torch.zeros(2)}})
     sharded_format.check([written], 1, {"a"})
     for part, names in ((0, {"a"}), (1, {"b"})):
-        with pytest.raises(ProtocolError, match=f"part {part} of a checkpoint has state of its own"):
+        with pytest.raises(ProtocolError, match=f"part {part} of a checkpoint may have its own parameters' state only"):
             sharded_format.check([written], part, names)
     for changed in ({"file": "../__1_0.distcp"}, {"path": ["loops", "a"]}, {"path": ["model"]}, {"dtype": "nn"}):
         with pytest.raises(ProtocolError):

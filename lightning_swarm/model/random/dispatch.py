@@ -1,4 +1,4 @@
-"""The dispatch mode under which a thread's random operations draw from a keyed stream."""
+"""The dispatch mode in which a thread's random operations draw from a keyed stream, and its use only where needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random.keyed_stream import key_seed
 from lightning_swarm.model.random.operators import HANDLERS, plain_attention
 
-# The rules of random operations. A rule is called as (mode, func, args, kwargs); most operations have none. Torch tags
-# its random operations, so an operation that this package does not know is noticed, too.
+# The rule of a random operation, called as (mode, func, args, kwargs). Torch tags its random operations, so the mode
+# notices operations that this package does not know.
 Rule: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 # These operations are tagged as random, but only choose a kernel, or use numbers that another operation drew.
@@ -26,11 +26,11 @@ _DRAWS_NOTHING: Final = frozenset({"aten::_fused_sdp_choice", "aten::_nested_ten
 
 
 class _Rules(dict[Any, Rule | None]):
-    """Maps operations to their rules, each found at the first call: later calls cost only a look-up."""
+    """Maps operations to their rules, or to None; finds a rule at the operation's first call."""
 
     def __missing__(self, func: Any) -> Rule | None:
         rule = _rule_of(func)
-        # A compiler must not trace into an operation.
+        # torch.compile must not trace into a rule.
         self[func] = rule if rule is None else torch.compiler.disable(rule)
         return self[func]
 
@@ -52,13 +52,13 @@ def _rule_of(func: Any) -> Rule | None:
 
 
 def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # In inference mode, without autograd, composite operations arrive whole.
+    # Autograd decomposes composite operations before they arrive here, but inference mode does not.
     with mode:
         return func.decompose(*args, **kwargs)
 
 
 def _seeded(index: int) -> Rule:
-    """Return a rule that passes an operation a generator of its own, as argument number `index`."""
+    """Return a rule that passes an operation a generator seeded from the stream, as argument number `index`."""
 
     def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = mode.next_key(func)
@@ -82,8 +82,8 @@ def _refused_if_drawn(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwarg
     is_off = values.get("train") is False or 0 in (values.get(name) for name in ("dropout_p", "dropout", "p"))
     if not is_off:
         raise ConfigError(
-            f"random operations in a block must draw from the swarm's keyed stream, got {func}, which has a source of "
-            "its own. For attention, set its dropout to 0 or run it inside "
+            f"random operations in a block must draw from the swarm's keyed stream, got {func}, which draws by itself. "
+            "For attention, set its dropout to 0 or run it inside "
             "`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`; for an RNN, set its dropout to 0 and put "
             "`torch.nn.Dropout` between single-layer RNNs."
         )
@@ -106,19 +106,19 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 class KeyedRandom(TorchDispatchMode):
     """Makes the random operations of this thread draw from a keyed stream.
 
-    A microbatch may be computed again, elsewhere, and must get the same dropout masks. So a stage that draws runs
-    inside this mode, which replaces torch's generators. Each draw is a function of (seed, number of the draw,
+    A microbatch may be computed again, on another peer, and must get the same dropout masks. So a stage that draws
+    runs inside this mode, which replaces torch's generators. Each draw is a function of (seed, number of the draw,
     index of the element). Generators are neither read nor moved::
 
         with KeyedRandom(key_seed(step, microbatch, stage)):
-            output = stage(inputs)  # and again, later or elsewhere, with the same masks
+            output = stage(inputs)  # the same masks each time, on each peer
 
-    Entering restarts the stream. A generator that the caller passes explicitly is used. Operations without a rule
-    that take a generator (``multinomial``, ``poisson``, ...) get one seeded from the stream. Their draws are equal
-    on devices of one kind.
+    Entering restarts the stream. An operation to which the caller passes a generator draws from that generator. Other
+    operations without a handler here that accept a generator (``multinomial``, ``poisson``, ...) get a generator
+    seeded from the stream. Their draws are equal on devices of one kind.
 
-    Backward needs no draws, but the backward of a forward that drew also belongs inside. There, the mode detects a
-    block that recomputes itself (``torch.utils.checkpoint``) without `checkpoint_contexts`.
+    Run the backward of a forward that drew inside this mode, too. It needs no draws, but the mode then detects a block
+    that recomputes itself (``torch.utils.checkpoint``) without `checkpoint_contexts`.
     """
 
     def __init__(self, seed: int, *, first_draw: int = 0) -> None:
@@ -131,7 +131,7 @@ class KeyedRandom(TorchDispatchMode):
         self._graph_task = -1  # the backward inside which the mode was entered; -1: none
 
     def __enter__(self) -> Self:
-        # While the mode is suspended, a rule enters it again to run the parts of a composite operation.
+        # Nested entries come from `_decomposed`, because torch suspends the mode while a rule runs.
         if self._depth == 0:
             self.draw = self._first_draw
             self._graph_task = torch._C._current_graph_task_id()
@@ -161,31 +161,32 @@ class KeyedRandom(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Allow blocks to be compiled: compiled code draws its numbers, or a kernel's seed (inductor), here, too."""
+        """Allow blocks to be compiled, because compiled code draws its numbers, or its kernels' seeds, in this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch's own guard around `__torch_dispatch__` takes longer than the method; `skip` costs nothing.
+        # Torch's own guard around `__torch_dispatch__` takes longer than the method, so `skip` replaces it.
         return False
 
     def next_key(self, func: object) -> int:
         """Return the 64-bit key of the next draw, which `func` makes."""
         if torch._C._current_graph_task_id() != self._graph_task:
             raise ConfigError(
-                f"blocks must draw their random numbers in forward, got {func} in backward: a block that recomputes "
-                "itself with `torch.utils.checkpoint` would meet other numbers there. Give it `use_reentrant=False, "
-                "context_fn=lightning_swarm.randomness.checkpoint_contexts`, or leave it out: the swarm recomputes "
-                "stages by itself."
+                f"blocks must draw their random numbers in forward, got {func} in backward, where a block that "
+                "recomputes itself with `torch.utils.checkpoint` would draw other numbers. Pass `checkpoint` the "
+                "arguments `use_reentrant=False, context_fn=lightning_swarm.randomness.checkpoint_contexts`, or leave "
+                "it out, because the swarm recomputes stages itself."
             )
         self.draw += 1
         return key_seed(self.seed, self.draw)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Recompute a block with the same draws: the ``context_fn`` of ``torch.utils.checkpoint``.
+    """Return contexts for a block's forward and its recomputation, so that both make the same draws.
 
-    Outside of `KeyedRandom` it does nothing, so a model may always pass it.
+    For ``context_fn`` of ``torch.utils.checkpoint``. Without effect outside of `KeyedRandom`, so models may always
+    pass it.
     """
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, KeyedRandom):
@@ -196,23 +197,23 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 _T = TypeVar("_T")
 
 _MAX_ALARMS: Final = 3
-"""False alarms after which a kind of computation stays in the mode.
+"""Draws of other threads after which a kind of computation stays in the mode.
 
-If another thread draws that often while the stage computes, each computation would otherwise run twice.
+Otherwise, if other threads draw all the time, each computation would run twice.
 """
 
 
 # Every operation inside `KeyedRandom` passes through Python, which takes a few per cent of a stage's time on a CPU.
 # Most models draw nothing, so the mode is entered only where it is needed. A computation that drew nothing in the mode
-# runs without it from then on, while torch's generators are watched. If one has moved, it runs again in the mode, which
-# shows whether the computation or another thread of this process drew. A draw that leaves no trace in the generators
-# (in ``torch.random.fork_rng``) is seen if it occurs in the first run.
+# runs without the mode from then on, and torch's generators are compared before and after. If a generator has moved,
+# the computation runs again in the mode, which shows whether it or another thread of this process drew. A draw that
+# leaves no trace in the generators (in ``torch.random.fork_rng``) is noticed only if it occurs in the first run.
 class KeyedOnDemand:
     """Runs computations of a stage, inside `KeyedRandom` only if they draw random numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_known = device.type in ("cpu", "cuda")  # on other devices everything runs in the mode
-        # A tensor has the index, while "cuda" means whichever device is the current one.
+        # "cuda" has no index and means the current device, whose index a tensor on it has.
         self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
         self._drawless: set[Hashable] = set()
         self._alarms: Counter[Hashable] = Counter()
@@ -240,7 +241,7 @@ class KeyedOnDemand:
         except BaseException:
             self._restore(before)
             raise
-        if has_drawn:  # another thread that drew meanwhile draws the same numbers again, which does no harm
+        if has_drawn:  # if another thread drew, too, it then draws the same numbers again, which does no harm
             self._restore(before)
         return result, has_drawn
 

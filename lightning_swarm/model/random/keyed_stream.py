@@ -1,4 +1,4 @@
-"""The keyed stream: draws as a pure function of (key, index of the element). It is not cryptographic."""
+"""Random draws as a pure function of (key, index of the element). They are not cryptographic."""
 
 import math
 from typing import Final
@@ -8,11 +8,11 @@ from torch import Tensor
 
 _MASK64: Final = 2**64 - 1
 _ROW: Final = 4096  # elements of a row in `bits`
-_DIGITS: Final = {torch.float16: 11, torch.bfloat16: 8}  # dtype -> bits of its mantissa
+_MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8}  # dtype -> bits of its mantissa
 
 
 def key_seed(*parts: int) -> int:
-    """Fold integers, by their lowest 64 bits, order and number, into a 64-bit seed: the finaliser of splitmix64."""
+    """Fold the lowest 64 bits of integers into a 64-bit seed, by splitmix64's finaliser; their order matters."""
     seed = len(parts)
     for part in parts:
         seed = (seed ^ (part & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
@@ -50,7 +50,7 @@ def bits(key: int, count: int, device: torch.device) -> Tensor:
         rows = rows.mul_(_signed(_FIRST * _ROW)).add_(start).unsqueeze(1)
         columns = torch.arange(_ROW, dtype=torch.int32, device=device).mul_(_FIRST)
         x = torch.add(rows, columns).flatten()[:count]
-    # The shift is arithmetic, so x and ~x collide. The function is no bijection, but collides no more than by chance.
+    # The shift is arithmetic, so x and ~x collide, and the function is no bijection. It collides as often as by chance.
     x.bitwise_xor_(x >> 16).mul_(keyed)
     x.bitwise_xor_(x >> 15).mul_(_THIRD)
     x.bitwise_xor_(x >> 16).mul_(_FIRST)
@@ -64,28 +64,28 @@ def long_bits(key: int, count: int, device: torch.device) -> Tensor:
 
 
 def uniform(key: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Draw `count` uniform floats in [0, 1), in float32 or float64, with the digits that `dtype` holds."""
+    """Draw `count` uniform floats in [0, 1), in float32 or float64, with as many random bits as `dtype` holds."""
     if dtype == torch.float64:
         return (long_bits(key, count, device) >> 11).to(torch.float64).mul_(2.0**-53).add_(0.5)
-    digits = _DIGITS.get(dtype, 24)
-    # The integers are signed, so they are scaled to [-1/2, 1/2), and half is added. All three steps are exact.
-    return (bits(key, count, device) >> (32 - digits)).to(torch.float32).mul_(2.0**-digits).add_(0.5)
+    num_bits = _MANTISSA.get(dtype, 24)
+    # The integers are signed, so scale them to [-1/2, 1/2), and add 1/2. All of these steps are exact.
+    return (bits(key, count, device) >> (32 - num_bits)).to(torch.float32).mul_(2.0**-num_bits).add_(0.5)
 
 
 def normal(key: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Draw `count` standard normals, in float32 or float64, by Box and Muller's method."""
-    # Equal on every device up to the rounding of its logarithm and cosine.
+    # Draws are equal on every device up to the rounding of its logarithm and cosine.
     half = (count + 1) // 2
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     radius, angle = uniform(key, 2 * half, wide, device).view(2, half)
-    # 1 - u is in (0, 1]: its logarithm is finite.
+    # The logarithm of 1 - u is finite, because 1 - u is in (0, 1].
     radius = radius.neg().log1p_().mul_(-2).sqrt_()
     angle = angle.mul(2 * math.pi)
     return torch.cat((angle.cos().mul_(radius), angle.sin_().mul_(radius)))[:count]
 
 
 def random_mask(key: int, like: Tensor, probability: float, out: Tensor | None = None) -> Tensor:
-    """Draw a mask of the shape of `like` that is true with a probability."""
+    """Draw a mask of the shape of `like`, each element of which is true with this probability."""
     if not 0.0 <= probability <= 1.0:
         raise RuntimeError(f"a probability must be in 0..1, got p={probability}")
     if out is None:

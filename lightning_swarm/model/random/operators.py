@@ -1,4 +1,4 @@
-"""Implements each random operation inside `KeyedRandom`."""
+"""Implementations of torch's random operations by keyed draws, for use inside `KeyedRandom`."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +19,8 @@ _plain = torch.ops.aten._scaled_dot_product_attention_math
 class PlainAttention(TorchFunctionMode):
     """Computes attention with dropout by matrix products, as torch does on the CPU."""
 
-    # The fused kernels of GPUs draw their own numbers; attention without dropout still uses them. The usual way to
-    # choose a kernel, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads see.
+    # The fused kernels of GPUs draw their own numbers, so only attention without dropout may use them. The usual way
+    # to choose a kernel, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads see.
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -29,7 +29,7 @@ class PlainAttention(TorchFunctionMode):
 
 
 def plain_attention() -> AbstractContextManager[object]:
-    """Return `PlainAttention` if there is a GPU: on the CPU attention with dropout is plain anyway."""
+    """Return `PlainAttention` if there is a GPU, because on the CPU torch computes attention with dropout so anyway."""
     return PlainAttention() if torch.cuda.is_initialized() else nullcontext()
 
 
@@ -52,7 +52,7 @@ def _attention(
 
 
 def _calling_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function of torch so that it calls `_attention`, because a mode does not see calls inside of functions."""
+    """Copy a function of torch so that it calls `_attention`, because a mode does not notice calls inside functions."""
     if not isinstance(function, FunctionType):  # another library has wrapped it
         return function
     names = {**function.__globals__, scaled_dot_product_attention.__name__: _attention}
@@ -67,14 +67,14 @@ _PLAIN: Final[Mapping[Any, Callable[..., Any]]] = {
 }
 
 
-Handler = Callable[..., Any]  # draws from the stream; called with ``(key, *arguments as in torch's schema)``
+Handler = Callable[..., Any]  # called with the key of a draw, and arguments as in torch's schema
 
-# dtype -> bits of its mantissa, which holds all integers of so many bits
+# dtype -> bits of its mantissa
 _MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
 def _fill(target: Tensor, values: Tensor) -> Tensor:
-    # Elements are counted in the order of their indices, because strides differ between devices.
+    # In the order of indices, not of memory, because strides differ between devices.
     return target.copy_(values.view(target.shape))
 
 
@@ -111,9 +111,9 @@ def _fill_integers(key: int, self: Tensor, low: int, high: int) -> Tensor:
     if span <= 2**63:
         values.bitwise_and_(2**63 - 1)
         return _fill(self, (values if span == 2**63 else values.remainder_(span)).add_(low))
-    # More than half of all int64 numbers. As unsigned numbers, values are less than twice the span, so one subtraction
-    # takes the remainder, as torch does. Arithmetic of int64 wraps around; with the sign bit flipped, its numbers
-    # compare as unsigned ones.
+    # The span is more than half of all int64 numbers. As unsigned numbers, values are less than twice the span, so one
+    # subtraction gives the remainder, as in torch. int64 arithmetic wraps around, and int64 numbers with a flipped sign
+    # bit compare like unsigned numbers.
     sign_bit, span = -(2**63), span - 2**64
     is_below = values.bitwise_xor(sign_bit) < (span ^ sign_bit)
     return _fill(self, values.where(is_below, values - span).add_(low))
@@ -122,7 +122,7 @@ def _fill_integers(key: int, self: Tensor, low: int, high: int) -> Tensor:
 def _random(key: int, self: Tensor, *bounds: int | None, **_: Any) -> Tensor:
     """Fill with integers of ``low <= number < high``; a single bound is `high`, and `low` is 0 by default.
 
-    Without `high`, the largest integer is the last up to which the dtype holds all integers.
+    Without `high`, the largest integer is the last to which the dtype holds all integers.
     """
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     if high is None:
@@ -174,7 +174,7 @@ def _normal_of(key: int, mean: Any, std: Any = 1.0, size: Any = None, **options:
 
 
 def _new(fill: Handler, dtype: torch.dtype | None = None) -> Handler:
-    """Make the handler of an operation that makes a tensor, ``(*fill's arguments, size, *, options)``."""
+    """Return the handler of an operation that makes a tensor: ``(*fill's arguments, size, *, options)``."""
 
     def rule(key: int, *args: Any, generator: None = None, out: Tensor | None = None, **options: Any) -> Tensor:
         *bounds, size = args
@@ -188,7 +188,7 @@ def _new(fill: Handler, dtype: torch.dtype | None = None) -> Handler:
 
 
 def _like(fill: Handler) -> Handler:
-    """Make the handler of an operation that makes a tensor like another, ``(self, *fill's arguments, *, options)``."""
+    """Return the handler of an operation that makes a tensor like `self`: ``(self, *fill's arguments, *, options)``."""
 
     def rule(key: int, self: Tensor, *bounds: Any, generator: None = None, **options: Any) -> Tensor:
         numbers = [bound.item() if isinstance(bound, Tensor) else bound for bound in bounds]
@@ -199,7 +199,7 @@ def _like(fill: Handler) -> Handler:
 
 def _randperm(key: int, n: int, *, generator: None = None, out: Tensor | None = None, **options: Any) -> Tensor:
     device = out.device if out is not None else torch.empty(0, device=options.get("device")).device
-    # Stable, so that equal draws (two in 2^64) fall alike on every device.
+    # Stable, so that every device sorts equal draws alike.
     order = torch.argsort(long_bits(key, n, device), stable=True)
     if out is not None:
         return out.resize_(n).copy_(order)
@@ -222,8 +222,8 @@ HANDLERS: Final[dict[Any, Handler]] = {
     _aten.rrelu_with_noise.default: _rrelu,
     _aten.rrelu_with_noise_.default: lambda key, target, *args: target.copy_(_rrelu(key, target, *args)),
 }
-_USUAL: Final = ("default", "generator", "out", "generator_out")  # names of an operation's overloads
-# operation -> handler, and the overloads that it handles
+_USUAL: Final = ("default", "generator", "out", "generator_out")  # names of most operations' overloads
+# operation -> handler, and the overloads that the handler implements
 _VARIANTS: Final[dict[str, tuple[Handler, Sequence[str]]]] = {
     "rand": (_new(_fill_uniform), _USUAL),
     "randn": (_new(_fill_normal), _USUAL),
@@ -240,5 +240,5 @@ _VARIANTS: Final[dict[str, tuple[Handler, Sequence[str]]]] = {
 for _name, (_handler, _overloads) in _VARIANTS.items():
     _packet = getattr(_aten, _name)
     for _overload in _overloads:
-        if _overload in _packet.overloads():  # some versions of torch lack some of them
+        if _overload in _packet.overloads():  # not all versions of torch have all overloads
             HANDLERS[getattr(_packet, _overload)] = _handler

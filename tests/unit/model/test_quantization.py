@@ -30,7 +30,7 @@ def test_pieces_of_four_bits_are_those_of_the_whole(
 ) -> None:
     monkeypatch.setattr(quantization, "_PIECE", 128)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = Quantization(kind=kind, dtype=dtype, is_nested=is_nested).quantized(weight)
+    found = Quantization(kind=kind, dtype=dtype, is_nested=is_nested).quantize(weight)
     packed, state = bitsandbytes.functional.quantize_4bit(weight, compress_statistics=is_nested, quant_type=kind)
     assert torch.equal(found.pop("weight"), packed)
     stored = {name: one for name, one in state.as_dict().items() if isinstance(one, torch.Tensor)}
@@ -48,7 +48,7 @@ def test_pieces_of_eight_bits_are_those_of_the_whole(
 ) -> None:
     monkeypatch.setattr(quantization, "_PIECE", 128)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = Quantization(kind="int8", dtype=dtype).quantized(weight)
+    found = Quantization(kind="int8", dtype=dtype).quantize(weight)
     plain: Any = bitsandbytes.nn.Int8Params(weight, requires_grad=False).to("cpu")
     assert torch.equal(found["weight"], plain.CB)
     assert torch.equal(found["SCB"], plain.SCB)
