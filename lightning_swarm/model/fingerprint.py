@@ -102,8 +102,8 @@ def _hash_bytes(tensor: Tensor) -> Generator[None, None, int]:
     return total
 
 
-# A row's words have 32 bits, and their multipliers 64 bits, so a sign bit meets 33 bits of its multiplier. With 64-bit
-# words it would meet one bit only, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
+# A row's words have 32 bits, and their multipliers 64 bits, so that 33 bits of its multiplier weigh a word's sign bit.
+# With 64-bit words only one bit would, and two changed signs would cancel. int64 arithmetic wraps alike everywhere.
 
 
 def _row_sums(words: Tensor) -> Iterator[int]:

@@ -56,8 +56,8 @@ class RecordedCall:
     writes: frozenset[int]
     fills: frozenset[int]  # the part of `writes` whose old content does not matter
     dtype: torch.dtype  # the default dtype during the call
-    # The generators that the call may have drawn from, with their states before; an explicit one comes first. Empty:
-    # the call is not random. None: the call is random, and drawing was disabled.
+    # The generators that the call may have drawn from, an explicit generator first, with their states before the call.
+    # Empty: the call is not random. None: the call is random, and drawing was disabled.
     drawn: Sequence[tuple[torch.Generator, Tensor]] | None
 
 

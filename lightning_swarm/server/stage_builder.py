@@ -19,7 +19,7 @@ from lightning_swarm.model import partition
 from lightning_swarm.model.boundary_layers import adopt_layers, remove_hooks
 from lightning_swarm.model.deferred_init import put_tensors
 from lightning_swarm.model.fidelity.constants import built_numbers, constants, differing
-from lightning_swarm.model.fidelity.module_states import remember_copy
+from lightning_swarm.model.fidelity.module_states import copy_first_values
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.optimizer_template import OptimizerTemplate, replace_parameters
 from lightning_swarm.model.partition import Blocks, StageModule
@@ -74,7 +74,7 @@ class PeerModel:
     def twin(self) -> PeerModel:
         """Return a model with a copy of the module, whose stages get their own tensors when they are built."""
         module, blocks = partition.twin_of(self._module, self.blocks)
-        remember_copy(module, self._module)
+        copy_first_values(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
         model = PeerModel(module, blocks, self._optimizer, settings, initial_weights=self.initial_weights)
         model._foreign = frozenset(map(id, (*module.parameters(), *module.buffers())))

@@ -22,7 +22,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.model.deferred_init import StayOnMeta
-from lightning_swarm.model.fidelity.module_states import remember
+from lightning_swarm.model.fidelity.module_states import record_first_values
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import (
     DEFAULT_LISTEN,
@@ -251,7 +251,7 @@ class SwarmStrategy(StrategyBase):
                 checks.check_compiling()
             self._module = module = self.framework.to_uncompiled(module)
         if not self.is_plain:
-            remember(module)  # its attributes as built, before hooks that servers do not call may set some
+            record_first_values(module)  # before hooks that servers do not call may set attributes
 
     @property
     @override
@@ -269,7 +269,7 @@ class SwarmStrategy(StrategyBase):
                 stack.enter_context(torch.device("meta"))
             yield
         if self.lightning_module is not None:  # None: a module is made before Lightning has connected one
-            remember(self.lightning_module)
+            record_first_values(self.lightning_module)
 
     @override
     def model_to_device(self) -> None:

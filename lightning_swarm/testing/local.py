@@ -25,7 +25,7 @@ from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.override import changed
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner
-from lightning_swarm.model.fidelity.module_states import remember_copy
+from lightning_swarm.model.fidelity.module_states import copy_first_values
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.simulated_link import SimulatedLink
@@ -295,7 +295,7 @@ def _copy(module: LightningModule) -> LightningModule:
     """Copy a module without its Trainer."""
     with changed(module, _trainer=None):
         twin = copy.deepcopy(module)
-    remember_copy(twin, module)
+    copy_first_values(twin, module)
     return twin
 
 

@@ -49,15 +49,15 @@ def built_numbers(named: Iterable[Named]) -> dict[str, list[float]]:
     }
 
 
-def differing(own: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]) -> list[str]:
+def differing(own: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> list[str]:
     """Return the names of the constants that both peers have but with different sketches."""
     return [
         name
-        for name in own.keys() & others.keys()
-        if len(own[name]) != len(others[name])
+        for name in own.keys() & theirs.keys()
+        if len(own[name]) != len(theirs[name])
         or not all(
             math.isclose(*pair, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-            for pair in zip(own[name], others[name], strict=True)
+            for pair in zip(own[name], theirs[name], strict=True)
         )
     ]
 

@@ -40,7 +40,7 @@ class Left:
     """Values that forwards left on modules, which travel with a stage's output."""
 
     differentiable: Values = field(default_factory=dict)  # with a tensor that requires a gradient
-    others: Values = field(default_factory=dict)
+    others: Values = field(default_factory=dict)  # without such a tensor
     refused: dict[str, dict[str, str]] = field(default_factory=dict)  # names of the types of values that cannot travel
 
     def __bool__(self) -> bool:

@@ -49,16 +49,16 @@ class _FirstValues:
 
 
 # Keyed by `id`, because some modules have a hash that changes or raises an error. Dropped when a module is freed.
-_known: dict[int, _FirstValues] = {}
+_first_values: dict[int, _FirstValues] = {}
 
 
 def _first_of(module: nn.Module) -> _FirstValues:
     """Return a module's first values; if it has none yet, record its present attributes."""
-    if (key := id(module)) not in _known:
+    if (key := id(module)) not in _first_values:
         plain = {name: copy_containers(value) for name, value in _attributes(vars(module)) if is_plain(value)}
-        _known[key] = _FirstValues(plain, _class_values(type(module)))
-        weakref.finalize(module, _known.pop, key).atexit = False
-    return _known[key]
+        _first_values[key] = _FirstValues(plain, _class_values(type(module)))
+        weakref.finalize(module, _first_values.pop, key).atexit = False
+    return _first_values[key]
 
 
 def _class_values(kind: type) -> dict[str, Any]:
@@ -76,14 +76,14 @@ def _attributes(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in own.items() if name not in TORCH_ATTRIBUTES and name[:2] != "__")
 
 
-def remember(model: nn.Module) -> None:
+def record_first_values(model: nn.Module) -> None:
     """Record the present attributes of newly built modules as their first values."""
     # Called before Lightning's hooks that only trainers run, because these hooks may set attributes.
     for module in model.modules():
         _first_of(module)
 
 
-def remember_copy(copy: nn.Module, original: nn.Module) -> None:
+def copy_first_values(copy: nn.Module, original: nn.Module) -> None:
     """Copy the first values of the original's modules to a copy's modules."""
     for copied_module, module in zip(copy.modules(), original.modules(), strict=True):
         first, source = _first_of(copied_module), _first_of(module)
@@ -101,7 +101,7 @@ def exempt(module: nn.Module, name: str) -> None:
 
 def is_exempt(module: nn.Module, name: str) -> bool:
     """Return whether an attribute is exempt from comparisons; see `exempt`."""
-    return id(module) in _known and name in _known[id(module)].exempt
+    return id(module) in _first_values and name in _first_values[id(module)].exempt
 
 
 def built_values(module: nn.Module) -> dict[str, Any]:
@@ -169,13 +169,13 @@ class _WatchedModule:
         return value if is_plain(value) else _MISSING
 
 
-class _Changes:
+class _ChangeFinder:
     """Finds the modules of a stage on which attributes were set."""
 
     def __init__(self, modules: Sequence[_WatchedModule]) -> None:
         self._modules = modules
         self._dicts = [watched.attributes for watched in modules]
-        self._compare()
+        self._prepare()
 
     def find(self) -> list[_WatchedModule]:
         """Return the modules on which attributes were set since the last `record`."""
@@ -187,14 +187,14 @@ class _Changes:
         """Record the present attributes of these modules."""
         for watched in changed:
             watched.record()
-        self._compare()
+        self._prepare()
 
-    def _compare(self) -> None:
+    def _prepare(self) -> None:
         self._sizes = [watched.size for watched in self._modules]
         self._comparison = Comparison(self._dicts, [watched.seen for watched in self._modules])
 
 
-def _watched(stage: StageModule) -> list[_WatchedModule]:
+def _watched_modules(stage: StageModule) -> list[_WatchedModule]:
     """Return the modules in a stage's blocks, each once, in the same order on every peer."""
     found: list[_WatchedModule] = []
     known: set[nn.Module] = set()
@@ -216,9 +216,9 @@ class TrainerStates:
     """Reads the modes and attributes that the trainer's code has set on a stage's modules; fast if it has set none."""
 
     def __init__(self, stage: StageModule) -> None:
-        self._modules = _watched(stage)
-        self._changes = _Changes(self._modules)
-        self._titles = {watched.title: watched for watched in self._modules}
+        self._modules = _watched_modules(stage)
+        self._changes = _ChangeFinder(self._modules)
+        self._by_title = {watched.title: watched for watched in self._modules}
         self._contents = Contents(
             (watched.title, *item) for watched in self._modules for item in _attributes(watched.attributes)
         )
@@ -235,11 +235,10 @@ class TrainerStates:
         """Return whether any part of the stage trains, and the changed states; refuse values that cannot be sent."""
         self._outside.check()
         for title, name, value in self._contents.changed():
-            watched, attribute = self._titles[title], name.partition(".")[0]
+            watched, attribute = self._by_title[title], name.partition(".")[0]
             # Below, `find` compares attributes that were set to another object.
-            if attribute not in watched.first.exempt and watched.attributes.get(attribute) is watched.at_cut.get(
-                attribute
-            ):
+            is_same_object = watched.attributes.get(attribute) is watched.at_cut.get(attribute)
+            if is_same_object and attribute not in watched.first.exempt:
                 _refuse(watched, name, value, "was changed in place, and is")
         # Compare all modules while class attributes differ, and once more after they were restored.
         was_equal, self._classes_equal = self._classes_equal, self._classes.holds()
@@ -354,10 +353,10 @@ class ServerStates:
 
     def __init__(self, stage: StageModule) -> None:
         self._index = stage.spec.index
-        self._modules = _watched(stage)
-        self._names = {watched.name: watched for watched in self._modules}
-        self._changes = _Changes(self._modules)
-        self._known: list[tuple[tuple[bool, ModuleStates | None], _StageRequired]] = []  # of the latest calls
+        self._modules = _watched_modules(stage)
+        self._by_name = {watched.name: watched for watched in self._modules}
+        self._changes = _ChangeFinder(self._modules)
+        self._recent: list[tuple[tuple[bool, ModuleStates | None], _StageRequired]] = []  # of the latest calls
 
     @contextlib.contextmanager
     def entered(self, mode: ComputeMode, *, backward: bool = False) -> Iterator[None]:
@@ -378,17 +377,17 @@ class ServerStates:
     def _required(self, mode: ComputeMode) -> _StageRequired:
         """Return the attributes that a call requires; the latest few are cached."""
         key = (mode.training, mode.modules)
-        for known, required in self._known:
-            if known == key:
+        for recent, required in self._recent:
+            if recent == key:
                 return required
         required = _StageRequired(self._targets(mode.training, mode.modules or ModuleStates()))
-        self._known = [(key, required), *self._known[:3]]
+        self._recent = [(key, required), *self._recent[:3]]
         return required
 
     def _targets(self, training: bool, states: ModuleStates) -> Iterable[_Required]:
         """Yield each module's required attributes from the states of a call; raise `ProtocolError` if invalid."""
         for name in {**states.modes, **states.attributes}:
-            if name not in self._names:
+            if name not in self._by_name:
                 raise ProtocolError(f"stage {self._index} has no module {name[:100]!r}")
         flags: list[bool] = []
         for watched in self._modules:
@@ -408,7 +407,7 @@ class ServerStates:
         wanted = {target.watched.name: target for target in required.targets}
         for watched in changed:
             if _adopt_module_writes(watched, wanted.get(watched.name, _Required(watched, {}, frozenset()))):
-                self._known = []
+                self._recent = []
         self._changes.record(changed)
 
 

@@ -77,6 +77,9 @@ def is_in_session(value: Any) -> bool:
     return type(value) is str and value == IN_SESSION
 
 
+# ---------------------------------------------------------------------- at the client
+
+
 class CacheHandle:
     """Holds the lengths of a cache whose contents are on servers, and the operations that servers must still apply."""
 
@@ -205,6 +208,9 @@ def _describe(layer: Any) -> CacheLayer:
         window=int(getattr(layer, "sliding_window", 0)),
         num_states=int(getattr(layer, "number_of_states", 1)),
     )
+
+
+# ---------------------------------------------------------------------- at a server
 
 
 def build(recipe: CacheRecipe) -> Any:

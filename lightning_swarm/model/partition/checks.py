@@ -67,7 +67,7 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
     )
     parameters = ((name, *item) for name, module in modules for item in module.named_parameters(recurse=False))
     _refuse_any(
-        (f"{name}.{key}" for name, key, one in parameters if one.is_complex() and one.requires_grad),
+        (f"{name}.{key}" for name, key, tensor in parameters if tensor.is_complex() and tensor.requires_grad),
         "trained parameters must be real, because gradients are summed as real numbers: {} are complex. Store real "
         "parameters (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
     )
@@ -83,7 +83,7 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
         "got {}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`.",
     )
     _refuse_any(
-        (f"{name}.{key}" for name, m in inside for key, one in vars(m).items() if isinstance(one, torch.Generator)),
+        (f"{name}.{key}" for name, m in inside for key, value in vars(m).items() if isinstance(value, torch.Generator)),
         "blocks must not keep a random generator, because each peer would draw from its own copy; got {}. Draw "
         "without `generator` in the blocks, or draw in `training_step` and pass the numbers to the blocks.",
     )

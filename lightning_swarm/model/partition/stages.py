@@ -62,7 +62,7 @@ class StageModule(nn.Module):
         self._slots = slots
 
     def forward(self, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
-        """Run the blocks on the inputs of the first one. Extras for blocks of other stages are ignored."""
+        """Run the blocks on the inputs of the first block. Extras for blocks of other stages are ignored."""
         return self._run(inputs, extras, slice(None))
 
     def run_block(self, number: int, inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
