@@ -24,6 +24,17 @@ INITIALISERS: Final = {
 }
 """Torch's initialisers, by their code, that read values and therefore silently do nothing on meta."""
 
+_EMPTY: Final = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+}
+"""Operators that make a tensor without content."""
+
+_FILLING: Final = {f"aten::{name}_" for name in ("copy", "fill", "normal", "uniform", "zero")}
+"""Operators whose result does not depend on the old content."""
+
+_IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, in torch's stubs
+
 
 @dataclass(frozen=True)
 class StorageView:
@@ -59,116 +70,6 @@ class RecordedCall:
     # The generators that the call may have drawn from, an explicit generator first, with their states before the call.
     # Empty: the call is not random. None: the call is random, and drawing was disabled.
     drawn: Sequence[tuple[torch.Generator, Tensor]] | None
-
-
-@dataclass(eq=False)
-class CallReplay:
-    """Repeats recorded calls on a device."""
-
-    _device: torch.device
-    _meta_storages: dict[int, torch.UntypedStorage]  # address of a storage on meta -> the storage, which has its size
-    _sources: dict[int, Callable[[], Tensor]]  # storage -> function that reads its values from elsewhere
-    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # the same addresses -> on the device
-
-    def replay(self, calls: Sequence[RecordedCall], kept: Collection[int]) -> None:
-        """Repeat calls, and drop each storage after its last use, unless it is among `kept`."""
-        last_use = {storage: index for index, call in enumerate(calls) for storage in (*call.reads, *call.writes)}
-        before = torch.get_default_dtype()
-        try:
-            for index, call in enumerate(calls):
-                self._repeat(call)
-                for storage in (*call.reads, *call.writes):
-                    if last_use[storage] == index and storage not in kept:
-                        self._storages.pop(storage, None)
-        finally:
-            torch.set_default_dtype(before)
-
-    def tensor(self, view: StorageView) -> Tensor:
-        """Return the tensor at a place in a storage, with its values after the calls so far."""
-        storage = self._storages.get(view.storage)
-        if storage is None and view.storage in self._sources:
-            storage = self._sources[view.storage]().to(self._device).contiguous().untyped_storage()
-        if storage is None:
-            storage = torch.UntypedStorage(self._meta_storages[view.storage].nbytes(), device=self._device)
-        self._storages[view.storage] = storage
-        blank = torch.empty(0, dtype=view.dtype, device=self._device)
-        return blank.set_(storage, view.offset, view.size, view.stride)
-
-    @torch.no_grad()
-    def _repeat(self, call: RecordedCall) -> None:
-        torch.set_default_dtype(call.dtype)
-        args, kwargs = tree_unflatten([self._argument(leaf) for leaf in call.leaves], call.spec)
-        if call.drawn is None:
-            raise ConfigError(
-                f"random tensors of a model must be in its files, but {call.function} fills a tensor that is not. "
-                "Register it as a persistent buffer, and save the model again."
-            )
-        result = _draw_again(call, call.drawn, args, kwargs) if call.drawn else call.function(*args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):  # `made` is empty for an initialiser
-            if view is not None:
-                self._put(view, tensor)
-
-    def _argument(self, leaf: Any) -> Any:
-        if isinstance(leaf, StorageView):
-            return self.tensor(leaf)
-        if isinstance(leaf, MaterializedTensor):
-            if leaf.tensor._version != leaf.version:
-                raise ConfigError(
-                    "tensors from which a model on meta is made must not change until the run begins, but a tensor of "
-                    f"shape {tuple(leaf.tensor.shape)} has changed. Use a copy of it, or build the model later."
-                )
-            return leaf.tensor
-        return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
-
-    def _put(self, view: StorageView, tensor: Tensor) -> None:
-        if (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset):
-            self._storages[view.storage] = tensor.untyped_storage()
-        else:  # an operator may lay out its result differently on another device
-            self.tensor(view).copy_(tensor)
-
-
-def _draw_again(
-    call: RecordedCall, drawn: Sequence[tuple[torch.Generator, Tensor]], args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Repeat a random call with a copy of its generator, or with the default generators, whose states are restored."""
-    generator, state = drawn[0]
-    function = _with_generator(call.function)
-    if function is not None:
-        copied = torch.Generator(generator.device)
-        copied.set_state(state)
-        return function(*args, **{**kwargs, "generator": copied})
-    before = [(generator, generator.get_state()) for generator, _ in drawn]
-    try:
-        for generator, state in drawn:
-            generator.set_state(state)
-        return call.function(*args, **kwargs)
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
-
-
-def _with_generator(function: Any) -> Any:
-    """Return a variant of a function that draws only from its argument `generator`, or None."""
-    if function in INITIALISERS.values():
-        # `sparse_` also shuffles, without its generator.
-        has_generator = "generator" in function.__code__.co_varnames and function is not init.sparse_
-        return function if has_generator else None
-    if any(argument.name == "generator" for argument in function._schema.arguments):
-        return function
-    return getattr(function.overloadpacket, "generator", None)
-
-
-_EMPTY: Final = {
-    f"aten::{name}"
-    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-}
-"""Operators that make a tensor without content."""
-
-_FILLING: Final = {f"aten::{name}_" for name in ("copy", "fill", "normal", "uniform", "zero")}
-"""Operators whose result does not depend on the old content."""
-
-_IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, in torch's stubs
 
 
 _Effects: TypeAlias = tuple[Sequence[StorageView | None], frozenset[int], frozenset[int], frozenset[int]]
@@ -353,3 +254,101 @@ def _default_generator(device: torch.device) -> torch.Generator:
     index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
     generator: torch.Generator = module.default_generators[index]
     return generator
+
+
+@dataclass(eq=False)
+class CallReplay:
+    """Repeats recorded calls on a device."""
+
+    _device: torch.device
+    _meta_storages: dict[int, torch.UntypedStorage]  # address of a storage on meta -> the storage, which has its size
+    _sources: dict[int, Callable[[], Tensor]]  # storage -> function that reads its values from elsewhere
+    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # the same addresses -> on the device
+
+    def replay(self, calls: Sequence[RecordedCall], kept: Collection[int]) -> None:
+        """Repeat calls, and drop each storage after its last use, unless it is among `kept`."""
+        last_use = {storage: index for index, call in enumerate(calls) for storage in (*call.reads, *call.writes)}
+        before = torch.get_default_dtype()
+        try:
+            for index, call in enumerate(calls):
+                self._repeat(call)
+                for storage in (*call.reads, *call.writes):
+                    if last_use[storage] == index and storage not in kept:
+                        self._storages.pop(storage, None)
+        finally:
+            torch.set_default_dtype(before)
+
+    def tensor(self, view: StorageView) -> Tensor:
+        """Return the tensor at a place in a storage, with its values after the calls so far."""
+        storage = self._storages.get(view.storage)
+        if storage is None and view.storage in self._sources:
+            storage = self._sources[view.storage]().to(self._device).contiguous().untyped_storage()
+        if storage is None:
+            storage = torch.UntypedStorage(self._meta_storages[view.storage].nbytes(), device=self._device)
+        self._storages[view.storage] = storage
+        blank = torch.empty(0, dtype=view.dtype, device=self._device)
+        return blank.set_(storage, view.offset, view.size, view.stride)
+
+    @torch.no_grad()
+    def _repeat(self, call: RecordedCall) -> None:
+        torch.set_default_dtype(call.dtype)
+        args, kwargs = tree_unflatten([self._argument(leaf) for leaf in call.leaves], call.spec)
+        if call.drawn is None:
+            raise ConfigError(
+                f"random tensors of a model must be in its files, but {call.function} fills a tensor that is not. "
+                "Register it as a persistent buffer, and save the model again."
+            )
+        result = _draw_again(call, call.drawn, args, kwargs) if call.drawn else call.function(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):  # `made` is empty for an initialiser
+            if view is not None:
+                self._put(view, tensor)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, StorageView):
+            return self.tensor(leaf)
+        if isinstance(leaf, MaterializedTensor):
+            if leaf.tensor._version != leaf.version:
+                raise ConfigError(
+                    "tensors from which a model on meta is made must not change until the run begins, but a tensor of "
+                    f"shape {tuple(leaf.tensor.shape)} has changed. Use a copy of it, or build the model later."
+                )
+            return leaf.tensor
+        return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+    def _put(self, view: StorageView, tensor: Tensor) -> None:
+        if (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset):
+            self._storages[view.storage] = tensor.untyped_storage()
+        else:  # an operator may lay out its result differently on another device
+            self.tensor(view).copy_(tensor)
+
+
+def _draw_again(
+    call: RecordedCall, drawn: Sequence[tuple[torch.Generator, Tensor]], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Repeat a random call with a copy of its generator, or with the default generators, whose states are restored."""
+    generator, state = drawn[0]
+    function = _with_generator(call.function)
+    if function is not None:
+        copied = torch.Generator(generator.device)
+        copied.set_state(state)
+        return function(*args, **{**kwargs, "generator": copied})
+    before = [(generator, generator.get_state()) for generator, _ in drawn]
+    try:
+        for generator, state in drawn:
+            generator.set_state(state)
+        return call.function(*args, **kwargs)
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _with_generator(function: Any) -> Any:
+    """Return a variant of a function that draws only from its argument `generator`, or None."""
+    if function in INITIALISERS.values():
+        # `sparse_` also shuffles, without its generator.
+        has_generator = "generator" in function.__code__.co_varnames and function is not init.sparse_
+        return function if has_generator else None
+    if any(argument.name == "generator" for argument in function._schema.arguments):
+        return function
+    return getattr(function.overloadpacket, "generator", None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.fidelity.hooks import user_hooks
+from lightning_swarm.model.fidelity.hooks import user_hook_names
 from lightning_swarm.model.inference.adapter_digest import adapter_digest
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 
@@ -106,7 +106,7 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], 
     """
     sent: set[int] = set()  # ids of the adapters' parameters
     for name, layer in block.named_modules():
-        if name and (hooks := user_hooks(layer)):  # peft adds such hooks for `adapter_names`
+        if name and (hooks := user_hook_names(layer)):  # peft adds such hooks for `adapter_names`
             _refuse(f"{name!r} of block {number}", f"a forward hook, which is not called here: {hooks[0]}")
         if not hasattr(layer, _WRAPPED):
             if not is_of_adapter(name):

@@ -21,7 +21,7 @@ from lightning_swarm.client.pipeline.left_values import PendingValues
 from lightning_swarm.client.pipeline.pipeline import Pipeline
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
-from lightning_swarm.model.fidelity.hooks import user_hooks
+from lightning_swarm.model.fidelity.hooks import user_hook_names
 from lightning_swarm.model.inference.attention_cache import IN_SESSION, is_cache
 from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard
 from lightning_swarm.protocol import serialization
@@ -78,7 +78,7 @@ class BlockChain:
     def call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Run in place of a block's forward; return a `DeferredOutput`, or at the last block the pipeline's output."""
         # `number` is the block's first index in the list, in which a block may stand several times.
-        if hooks := user_hooks(self._modules[number]):
+        if hooks := user_hook_names(self._modules[number]):
             raise ConfigError(
                 "blocks that are called one by one must have no forward hooks themselves, for their outputs are on "
                 f"other peers: got {hooks[0]} on {self._names[number]!r}. Register it on a layer within the block, or "

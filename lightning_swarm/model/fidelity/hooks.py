@@ -33,7 +33,7 @@ OBSERVED: Final = "observed calls"
 
 _NOT_USERS: Final = ("torch", "lightning", "pytorch_lightning", "lightning_swarm")
 _STORING_NAMES: Final = {"append", "extend", "insert", "update", "setattr", "__setitem__", "setdefault"}
-"""Names of methods and functions that store something, whatever the object is, because tensors have none of them."""
+"""Names that store something, whatever the object is, because code does not call them by name on tensors."""
 _CONTAINERS: Final = (set, dict, list, deque, queue.Queue, queue.SimpleQueue, logging.Logger)
 _CONTAINER_METHODS: Final = {
     *("add", "discard", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "put", "put_nowait"),
@@ -119,7 +119,7 @@ def check_global() -> None:
             )
 
 
-def user_hooks(module: nn.Module) -> list[str]:
+def user_hook_names(module: nn.Module) -> list[str]:
     """Return the names of users' forward hooks on a module."""
     return [
         _name(hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for _, hook in _user_hooks(hooks)
@@ -228,7 +228,7 @@ def recording(modules: Mapping[str, nn.Module], description: Any, stage: int) ->
     recorders = {name: _Recorder(name, stage, order, before=before) for name, before in observed.items()}
     with contextlib.ExitStack() as stack:
         for name in [name for name in modules if name in observed or name in hooked]:
-            if name in observed or user_hooks(modules[name]):
+            if name in observed or user_hook_names(modules[name]):
                 stack.enter_context(_without_observing(modules[name], recorders.get(name)))
         yield {name: recorder.calls for name, recorder in recorders.items()}
     for recorder in recorders.values():

@@ -47,16 +47,17 @@ class Left:
         """Return whether any value was left."""
         return bool(self.differentiable or self.others or self.refused)
 
-    def note_aliases(self, output: Tree, arguments: Iterable[tuple[str, Tensor]]) -> None:
+    def note_aliases(self, output: Tree, held_elsewhere: Iterable[tuple[str, Tensor]]) -> None:
         """Record which parts of the output share memory with other values, because the next stage may write into them.
 
-        Other values are tensors of the `arguments`, each with a description, values left on modules, and other parts
-        of the output.
+        Other values are the tensors `held_elsewhere`, each with the name of a holder, values left on modules, and other
+        parts of the output.
         """
         tensors = serialization.flatten(output)[1]
         output_containers = {id(container) for _, container in containers(output)}
         found: dict[int, list[str]] = {
-            index: [name for name, other in arguments if overlap(tensor, other)] for index, tensor in enumerate(tensors)
+            index: [name for name, other in held_elsewhere if overlap(tensor, other)]
+            for index, tensor in enumerate(tensors)
         }
         for (index, tensor), (_, other) in itertools.permutations(enumerate(tensors), 2):
             if overlap(tensor, other):
@@ -89,7 +90,7 @@ class Left:
             values.get(module, {}).pop(attribute, None)
 
     def add(self, module: str, attribute: str, value: Any) -> None:
-        """Add a value in place of an earlier one."""
+        """Add a value, in place of an earlier value of the attribute."""
         self.drop(module, attribute)
         value = _plain(value)
         try:
