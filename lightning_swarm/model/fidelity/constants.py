@@ -74,7 +74,7 @@ def _arrays(value: Any) -> Iterator[Tensor]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers in a plain attribute if they may be random; see above."""
+    """Return the numbers in a plain attribute if they may be random: fractions, or several in a list."""
     if type(value) in (list, tuple):
         numbers = [float(item) for item in islice(value, _MAX_ITEMS) if type(item) in (int, float)]
         return numbers if len(numbers) > 1 else []

@@ -21,15 +21,7 @@ from lightning_swarm.model.fidelity.code_reads import NAMESPACES, Cells, Reads
 from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 from lightning_swarm.model.fidelity.module_contents import NO_SETTINGS
 
-_TRAINER_ATTRIBUTES: Final = (
-    "trainer",
-    "current_epoch",
-    "global_step",
-    "global_rank",
-    "local_rank",
-    "logger",
-    "fabric",
-)
+_TRAINER_NAMES: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
 _HOLDERS: Final = (list, tuple, dict, set)
 _MAX_DEPTH: Final = 3  # nesting of objects
 
@@ -66,10 +58,7 @@ class _Block:
         return cls(title, module, functions, names, modes_of, held)
 
     def names_read_from(self, value: Any) -> set[str]:
-        """Return the attributes that the code may read from an object outside the module.
-
-        Names of the module's own attributes are left out, because the code most likely reads these from the module.
-        """
+        """Return the attributes, without the module's own, that its code may read from an object outside of it."""
         module = self.module
         own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *TORCH_ATTRIBUTES}
         names = self.names - own
@@ -104,8 +93,7 @@ class OutsideValues:
         for source in self._sources:
             for name, first in source.first.items():
                 if not Comparison([source.values], [{name: first}]).holds():
-                    is_mode = name == "training"
-                    remedy = "Read the block's own mode." if is_mode else "Keep it as an attribute of the block."
+                    remedy = "Read the block's own." if name == "training" else "Keep it as an attribute of the block."
                     _refuse(source.title, name, source.place, remedy)
 
 
@@ -191,7 +179,7 @@ def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
     """Refuse reads of an outside module's tensors, and of trainer attributes, which exist only on the trainer."""
     tensors = [name for name in {**value._parameters, **value._buffers} if name in names]
-    from_trainer = [name for name in _TRAINER_ATTRIBUTES if name in names and "_trainer" in vars(value)]
+    from_trainer = [name for name in _TRAINER_NAMES if name in names and "_trainer" in vars(value)]
     if found := sorted([*tensors, *from_trainer]):
         raise ConfigError(
             f"blocks must hold the values that they compute with: the code of {title!r} reads {found} of {what}, which "

@@ -44,7 +44,7 @@ def test_the_users_word_is_read_from_module_and_optimizer() -> None:
         frozen=["0.0.weight", "0.0.bias"],
     )
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
-    with pytest.raises(ConfigError, match=r"group 2 has foreign ones of the shapes \[\(4,\)\]"):
+    with pytest.raises(ConfigError, match=r"group 2 has others, of the shapes \[\(4,\)\]"):
         read_selection(module, optimizer)
 
 

@@ -251,7 +251,7 @@ def test_what_is_unpacked(patch: Callable[..., Patched]) -> None:
         first, _, _ = blocks[0](ROWS)
         return loop(blocks[1:], first)
 
-    with pytest.raises(ConfigError, match=r"as many values as its output is unpacked into, 3; block '0' returned 2"):
+    with pytest.raises(ConfigError, match=r"as many values as the forward unpacks, 3; block '0' returned 2"):
         wrongly(patched.model["h"])  # type: ignore[index]
 
 
