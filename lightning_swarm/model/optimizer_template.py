@@ -105,7 +105,9 @@ class OptimizerTemplate:
             try:
                 alone = self._try_steps([name])
                 # A trial with other parameters must give the first parameter the same weights.
-                apart = not (in_stages and others) or _is_near(self._try_steps([name, *others]).weight, alone.weight)
+                is_separate = not (in_stages and others) or _is_near(
+                    self._try_steps([name, *others]).weight, alone.weight
+                )
             except ConfigError:
                 raise
             except Exception as error:
@@ -116,7 +118,7 @@ class OptimizerTemplate:
                     f"do: {kind} fails on {name!r} with {type(error).__name__}: {error}. Use another optimizer."
                 ) from error
             alone.check_state(kind)
-            if not apart:
+            if not is_separate:
                 raise ConfigError(
                     "an optimizer must step each parameter by its own gradient, because stages have only their own "
                     f"parameters: {kind} also reads others, perhaps for a norm of all gradients. Clip by the Trainer's "

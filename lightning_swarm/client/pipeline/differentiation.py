@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.fidelity.watched import ABOUT, unwatched
+from lightning_swarm.model.fidelity.watched import PROPERTY_FUNCTIONS, unwatched
 
 
 class Weights(torch.autograd.Function):
@@ -135,7 +135,7 @@ class GradientElsewhere(Tensor):
     @classmethod
     @override
     def __torch_function__(cls, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> Any:
-        if func in ABOUT:
+        if func in PROPERTY_FUNCTIONS:
             with unwatched():
                 return func(*args, **(kwargs or {}))
         if func in _OF_MODULE:

@@ -22,7 +22,7 @@ from lightning_swarm.model.fidelity.leftovers import TORCH_ATTRIBUTES
 from lightning_swarm.model.fidelity.module_contents import NO_SETTINGS
 
 _TRAINER_NAMES: Final = ("trainer", "current_epoch", "global_step", "global_rank", "local_rank", "logger", "fabric")
-_HOLDERS: Final = (list, tuple, dict, set)
+_CONTAINERS: Final = (list, tuple, dict, set)
 _MAX_DEPTH: Final = 3  # nesting of objects
 
 
@@ -108,7 +108,7 @@ def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
 def _sources(block: _Block) -> Iterator[_Source]:
     """Yield all places outside a module from which its code may read plain values."""
     read = [code_reads.reads(function.__code__) for function in block.functions]
-    for kind in type(block.module).__mro__ if any(one.reads_class for one in read) else ():
+    for kind in type(block.module).__mro__ if any(own.reads_class for own in read) else ():
         if code_reads.is_users(kind.__module__):
             values = {name: value for name, value in vars(kind).items() if name in block.names}
             yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
@@ -142,7 +142,7 @@ def _function_sources(block: _Block, function: FunctionType, read: Reads) -> Ite
 
 def _is_watched(value: Any, read: Reads) -> bool:
     """Return whether changes of a value count. Code may fill containers itself, such as a cache."""
-    return not (read.changes_containers and isinstance(value, _HOLDERS))
+    return not (read.changes_containers and isinstance(value, _CONTAINERS))
 
 
 def _object_sources(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
@@ -170,7 +170,7 @@ def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
     if isinstance(value, ModuleType | type):
         module_name = value.__name__ if isinstance(value, ModuleType) else value.__module__
         return vars(value) if code_reads.is_users(module_name) else {}
-    if id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_HOLDERS)):
+    if id(value) in block.held or isinstance(value, (Tensor, FunctionType, MethodType, *_CONTAINERS)):
         return {}
     may_change = isinstance(value, (nn.Module, *NAMESPACES)) or code_reads.is_users(type(value).__module__)
     return getattr(value, "__dict__", {}) if may_change else {}
@@ -227,7 +227,7 @@ def _referred(value: Any) -> Iterator[Any]:
     """Yield the objects in a container, or behind a weak reference, a method or a partial; else the value itself."""
     if isinstance(value, dict):
         yield from value.values()
-    elif isinstance(value, _HOLDERS):
+    elif isinstance(value, _CONTAINERS):
         yield from value
     elif isinstance(value, weakref.ref):
         yield value()

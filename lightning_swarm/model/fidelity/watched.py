@@ -26,7 +26,7 @@ _METHODS: Final = (
     *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__len__", "__hash__"),
     "_is_view",
 )
-ABOUT: Final = {
+PROPERTY_FUNCTIONS: Final = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
     *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad", "_grad") if hasattr(Tensor, name)),
     *(getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)),
@@ -37,14 +37,14 @@ ABOUT: Final = {
 
 
 class _WatchedTensor:
-    """Base of watched parameters and buffers: reports each use, except of properties in `ABOUT`."""
+    """Base of watched parameters and buffers: reports each use, except by `PROPERTY_FUNCTIONS`."""
 
     _on_use: Callable[[], None]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in ABOUT:
+        if func not in PROPERTY_FUNCTIONS:
             for tensor in _watched((*args, *kwargs.values())):
                 tensor._on_use()
         with unwatched():

@@ -62,13 +62,13 @@ def with_cache(tree: Any, cache: Any) -> Any:
     return _replaced(tree, is_in_session, cache)
 
 
-def _replaced(tree: Any, is_place: Callable[[Any], bool], value: Any) -> Any:
-    if is_place(tree):
+def _replaced(tree: Any, matches: Callable[[Any], bool], value: Any) -> Any:
+    if matches(tree):
         return value
     if isinstance(tree, dict):
-        return {key: _replaced(item, is_place, value) for key, item in tree.items()}
+        return {key: _replaced(item, matches, value) for key, item in tree.items()}
     if type(tree) in (tuple, list):
-        return type(tree)(_replaced(item, is_place, value) for item in tree)
+        return type(tree)(_replaced(item, matches, value) for item in tree)
     return tree
 
 
