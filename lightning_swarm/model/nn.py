@@ -55,11 +55,8 @@ def call_blocks(
     extras: Mapping[str, Any],
     keywords: Sequence[Sequence[str]] | None = None,  # the names that each block accepts; None: read them here
 ) -> Any:
-    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names.
-
-    Extras that none of these blocks names are for other stages, and are ignored.
-    """
-    for index, block in enumerate(blocks):
+    """Call blocks in order: the first with all inputs, the rest with one value, each with the extras that it names."""
+    for index, block in enumerate(blocks):  # extras that none of these blocks names are for other stages
         named = _names(block) if keywords is None else keywords[index]
         inputs = (block(*inputs, **{name: extras[name] for name in named if name in extras}),)
     if len(inputs) != 1:

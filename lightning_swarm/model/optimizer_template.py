@@ -104,10 +104,8 @@ class OptimizerTemplate:
         for name, *others in self._names_to_try():
             try:
                 alone = self._try_steps([name])
-                # A trial with other parameters must give the first parameter the same weights.
-                is_separate = not (in_stages and others) or _is_near(
-                    self._try_steps([name, *others]).weight, alone.weight
-                )
+                together = self._try_steps([name, *others]) if in_stages and others else alone
+                is_separate = _is_near(together.weight, alone.weight)
             except ConfigError:
                 raise
             except Exception as error:

@@ -1,7 +1,4 @@
-"""Sharded checkpoints: folders in the format of torch.distributed.checkpoint, written and read in parts.
-
-Nothing that is read is executed.
-"""
+"""Sharded checkpoints in torch.distributed.checkpoint's format, written and read in parts, without executing code."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) ->
         name = start in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(start) : len(start) + 1]
         if not name or name[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", value.file):
             raise ProtocolError(
-                f"part {part} of a checkpoint may have its own parameters' state only, in its own files; got {value}"
+                f"part {part} of a checkpoint may have only its own state, in its own files; got {value}"
             )
         _dtype(value)
 

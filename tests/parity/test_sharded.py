@@ -271,7 +271,7 @@ def test_nothing_else_is_written_and_no_other_folder(tmp_path: Path, monkeypatch
     (written,) = sharded_format.write(tmp_path, 1, {"model": {"a": torch.zeros(2)}})
     sharded_format.check([written], 1, {"a"})
     for part, names in ((0, {"a"}), (1, {"b"})):
-        with pytest.raises(ProtocolError, match=f"part {part} of a checkpoint may have its own parameters' state only"):
+        with pytest.raises(ProtocolError, match=f"part {part} of a checkpoint may have only its own state"):
             sharded_format.check([written], part, names)
     for changed in ({"file": "../__1_0.distcp"}, {"path": ["loops", "a"]}, {"path": ["model"]}, {"dtype": "nn"}):
         with pytest.raises(ProtocolError):

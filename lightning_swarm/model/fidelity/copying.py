@@ -53,10 +53,8 @@ def _rebind(function: FunctionType, counterparts: dict[int, Any]) -> FunctionTyp
             cells.append(cell)
     if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
         return function
-    copied = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    vars(copied).update(vars(function))
-    counterparts[id(function)] = copied
-    return copied
+    new = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
+    new.__kwdefaults__ = function.__kwdefaults__
+    vars(new).update(vars(function))
+    counterparts[id(function)] = new
+    return new

@@ -294,11 +294,9 @@ def _changed_attributes(watched: _WatchedModule) -> dict[str, Any]:
     now = watched.attributes.get("forward", _MISSING)
     if now is not watched.at_cut.get("forward", _MISSING) and not getattr(now, "of_swarm", False):
         _refuse(watched, "forward", now)
-    for name in {**watched.attributes["_modules"], **watched.at_cut["_modules"]}:
-        now, then = (
-            modules.get(name, _MISSING) for modules in (watched.attributes["_modules"], watched.at_cut["_modules"])
-        )
-        if now is not then:
+    modules, at_cut = watched.attributes["_modules"], watched.at_cut["_modules"]
+    for name in {**modules, **at_cut}:
+        if (now := modules.get(name, _MISSING)) is not at_cut.get(name, _MISSING):
             _refuse(watched, name, now)
     return changed
 

@@ -109,9 +109,7 @@ class PaddedCache:
         self._longest = max(self._lengths) + tokens
         self._are_equal = len({*self._lengths}) == 1
         row_lengths = [length for length, number in zip(self._lengths, rows, strict=True) for _ in range(number)]
-        self._positions = torch.tensor(row_lengths)[:, None] + torch.arange(
-            tokens
-        )  # of the step's tokens, [rows, tokens]
+        self._positions = torch.tensor(row_lengths)[:, None] + torch.arange(tokens)  # [rows, tokens]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the padded length before this step."""
