@@ -18,10 +18,6 @@ from lightning_swarm.protocol.rpc import PROVE
 from lightning_swarm.protocol.run_state import RunState
 
 
-# The proof of the coordinator's server decides if it holds the stage, or else the proof of another keeper's server. If
-# neither does, the majority of the servers that answer decides. Servers that do not answer are not counted, because a
-# stage whose other server has died must be readable. So a malicious majority of the remaining servers is accepted, and
-# so is a stage's only server.
 @dataclass(frozen=True)
 class Confirmation:
     """Requests proofs from a stage's other servers that they have the same state as the sender."""
@@ -55,6 +51,10 @@ class Confirmation:
         )
         # A server with the received state returns the same proof.
         expected = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
+        # The proof of the coordinator's server decides if it holds the stage, or else the proof of another keeper's
+        # server. If neither does, the majority of the servers that answer decides. Servers that do not answer are not
+        # counted, because a stage whose other server has died must be readable. So a malicious majority of the others is
+        # accepted, and so is a stage's only server.
         proofs: dict[PeerId, bytes] = {}
         for arbiter in (peer for peer in trusted if peer in others):
             proofs = proofs or await self._request([arbiter], proof_request)

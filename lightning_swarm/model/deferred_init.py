@@ -81,7 +81,7 @@ class InitialWeights:
             )
 
     def fill_outside(self, module: nn.Module, blocks: Blocks, device: torch.device) -> None:
-        """Initialise the tensors in no block, with which the trainer itself computes."""
+        """Initialise the tensors outside of blocks, with which the trainer itself computes."""
         inside = {id(tensor) for block in blocks.modules for tensor in (*block.parameters(), *block.buffers())}
         outside = [(name, tensor) for name, tensor in _tensors(module) if tensor.is_meta and id(tensor) not in inside]
         if not outside:

@@ -52,7 +52,7 @@ class FolderReader:
         aliases = dict.fromkeys(alias for own in tied for alias in (own, own.removeprefix(self._prefix)))
         names = [alias for alias in aliases if self._folder.has(alias)]
         if not names:
-            return self._converted(name)
+            return self._read_converted(name)
         self._read.update(names)
         found = [self._folder.tensor(alias) for alias in names]
         if not all(torch.equal(found[0], other) for other in found[1:]):
@@ -70,8 +70,8 @@ class FolderReader:
                 return self._folder.tensor(alias)
         return None
 
-    def _converted(self, name: str) -> Tensor:
-        """Return a tensor that has another name in the files, converted by Hugging Face's own loader."""
+    def _read_converted(self, name: str) -> Tensor:
+        """Read a tensor that has another name or layout in the files, converted by Hugging Face's own loader."""
         blocks = self._model.blocks
         root = f"{blocks.root_name}."
         index = blocks.names.index(name.removeprefix(root).split(".")[0]) if name.startswith(root) else NO_BLOCK
