@@ -53,7 +53,7 @@ class Confirmation:
         expected = await asyncio.to_thread(lambda: StateDigests(parts()).proof(challenge, [kind]))
         # The proof of the coordinator's server decides if it holds the stage, or else the proof of another keeper's
         # server. If neither does, the majority of the servers that answer decides. Servers that do not answer are not
-        # counted, because a stage whose other server has died must be readable. So a malicious majority of the others is
+        # counted, because a stage whose other server has died must be readable. So a malicious majority of the rest is
         # accepted, and so is a stage's only server.
         proofs: dict[PeerId, bytes] = {}
         for arbiter in (peer for peer in trusted if peer in others):
