@@ -482,7 +482,7 @@ class LeavesEarly(NanoGPT):
         (
             StagedToo,
             LIST,
-            r"a `ModuleList` has no forward: got `pipeline='transformer.h'` with `configure_stages`.*Name the",
+            r"must name a module with a forward.*`ModuleList` 'transformer.h' in StagedToo.*Name the",
         ),
         (LeavesEarly, LIST, r"must call its blocks one after the other.*'transformer.h.2' went to .*configure_stages"),
         (NanoGPT, {}, r"one `torch.nn.Sequential`.*a `ModuleList` of blocks with `pipeline=...`"),

@@ -244,9 +244,9 @@ class Unfilled(Net):
         (
             Outside,
             {},
-            r"filled while .* is recorded, got nothing that fills enter\.weight.*in `configure_model`",
+            r"filled while .* is recorded, but nothing fills enter\.weight.*in `configure_model`",
         ),
-        (lambda: Unfilled(on_meta=True), {}, r"got nothing that fills net\.1\.lost\b"),
+        (lambda: Unfilled(on_meta=True), {}, r"but nothing fills net\.1\.lost\b"),
         (on_meta, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"StochasticWeightAveraging works with all of them"),
         (on_meta, {"split": "time"}, r"`split='time'` is to measure its blocks"),
     ],

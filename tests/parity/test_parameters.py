@@ -153,7 +153,7 @@ class Foreign(Digits):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (Foreign, r"of the LightningModule only.*group 0 has foreign ones of the shapes \[\(10, 10\), \(10,\)\]"),
+        (Foreign, r"of the LightningModule only.*group 0 has others, of the shapes \[\(10, 10\), \(10,\)\]"),
         (Penalised, r"a loss may reach the pipeline's weights only through its.*\['net.0.weight', .*weight decay"),
     ],
 )

@@ -269,7 +269,7 @@ def test_servers_of_one_model_have_one_quantisation(serve: Callable[..., ServedS
             plain.serve("b", join="a", quantize="nf4")
         quantized(swarm.folder, torch.float32, **FORMS["int8"]).save_pretrained(tmp_path / "int8")
         plain.folder = tmp_path / "int8"
-        with pytest.raises(ConfigError, match=r"are plain, and those in `--weights` are int8\. Name the folder"):
+        with pytest.raises(ConfigError, match=r"are plain, but the weights in `--weights` are int8\. Name the folder"):
             plain.serve("d", join="a")
     refuse(plain.folder, r"are int8 already, got `--quantize nf4`\. Leave it out", quantize="nf4")
 
@@ -310,7 +310,7 @@ def test_other_quantisations_are_refused_by_name(tmp_path: Path, settings: dict[
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
     base("llama").config.save_pretrained(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    refuse(tmp_path, r"has GGUF, as in model-Q4_K_M\.gguf.*--quantize nf4")
+    refuse(tmp_path, r"has GGUF, as in model-Q4_K_M\.gguf.*use `--quantize`")
 
 
 def test_a_stored_layer_must_be_complete_and_in_the_form_of_its_config(tmp_path: Path) -> None:
@@ -321,8 +321,8 @@ def test_a_stored_layer_must_be_complete_and_in_the_form_of_its_config(tmp_path:
     state = f"{layer}.quant_state.bitsandbytes__nf4"
     other = bytes(tensors[state].tolist()).replace(b"float32", b"float16")
     changes: dict[str, dict[str, Tensor]] = {
-        "has no 'absmax' there": {name: one for name, one in tensors.items() if name != f"{layer}.absmax"},
-        "has `dtype` float16, and float32 was expected": {**tensors, state: torch.tensor([*other], dtype=torch.uint8)},
+        "has no 'absmax' under": {name: one for name, one in tensors.items() if name != f"{layer}.absmax"},
+        "has `dtype` float16 instead of float32": {**tensors, state: torch.tensor([*other], dtype=torch.uint8)},
     }
     for message, changed in changes.items():
         folder = shutil.copytree(tmp_path / "whole", tmp_path / "changed", dirs_exist_ok=True)
@@ -344,7 +344,7 @@ def test_what_quantised_weights_need_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=r"float32, bfloat16 or float16, got .*float64"):
         serve(base("llama", torch.float64), "nf4", servers="a")
-    with pytest.raises(ConfigError, match=r"a multiple of 64 inputs.*'model\.layers\.0\.mlp\.down_proj' has 24.*int8"):
+    with pytest.raises(ConfigError, match=r"a multiple of 64.*'model\.layers\.0\.mlp\.down_proj' has 24.*int8"):
         serve(make_model("llama", dtype=torch.float32, hidden_size=64), "nf4", servers="a")
     swarm = serve(base("llama"), "nf4", servers="a")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
