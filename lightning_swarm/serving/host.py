@@ -24,6 +24,7 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.process import release_free_memory
 from lightning_swarm.core.readable import short_name, shorten, size_text
 from lightning_swarm.core.tasks import TaskOwner, gather
+from lightning_swarm.model.inference.linear_layers import use_onednn
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.pretrained import PretrainedFolder, PretrainedModel, check_version, weights_digest
 from lightning_swarm.model.quantization import Quantization, check_same, with_quantization
@@ -241,6 +242,7 @@ class ModelHost:
         cut = model.stages(self.models.card.ranges)
         for index in span:
             await self._load_stage(model, cut[index], index)
+            await asyncio.to_thread(use_onednn, cut[index].modules())
             # A quantised stage leaves the memory of its plain weights free.
             await asyncio.to_thread(release_free_memory)
         return _parts(model, {index: cut[index] for index in span}, self._folder)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_swarm.client.inference.prefixes import KeptTexts
 from lightning_swarm.core.errors import Busy, StageError
+from lightning_swarm.model.inference import linear_layers
 from lightning_swarm.server.inference import session_compute
 from lightning_swarm.server.inference.handlers import SessionHandlers
 from lightning_swarm.serving.http_fields import TextFields
@@ -191,6 +192,25 @@ def test_exact_texts_are_computed_alone(serve: Callable[..., Any], monkeypatch: 
     assert [one.tokens for one in listeners] == [plain(model, prompt) for prompt in prompts]
     assert opened == [True, True, False, False, False, False]
     assert 1 < max(texts.sizes) <= 4
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_layers_by_onednn_write_the_texts_of_one_machine(
+    serve: Callable[..., Any], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_texts, product = [1], linear_layers._product
+
+    def counted(hidden: Tensor, *weights: Tensor) -> Tensor:
+        num_texts.append(len(hidden))
+        return product(hidden, *weights)
+
+    monkeypatch.setattr(linear_layers, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(linear_layers, "_product", counted)
+    model = make_model("llama", dtype=torch.float32)
+    texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts()
+    for _ in range(2):
+        assert texts.write(prompts, exact=exact) == [plain(model, prompt) for prompt in prompts]
+    assert (max(num_texts) > 1) is not exact
 
 
 def test_texts_come_and_go_amid_others(serve: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from lightning_swarm.model import autocast as modes
 from lightning_swarm.model.fidelity.module_states import ServerStates
 from lightning_swarm.model.inference.attention_cache import LayerLengths, is_in_session, without_cache
 from lightning_swarm.model.inference.joint_attention import JointCache, attending_jointly, join_rows, split_rows
+from lightning_swarm.model.inference.linear_layers import joint_step
 from lightning_swarm.model.inference.padded_cache import PaddedCache, leave_slab, pads
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.model.random import KeyedRandom
@@ -86,7 +87,7 @@ class SessionComputation:
                 keywords = padded.arguments(keywords, like=serialization.flatten(inputs)[1][0])
             keywords = {name: joint if is_in_session(value) else value for name, value in keywords.items()}
             attending = attending_jointly(self._modules) if type(joint) is JointCache else contextlib.nullcontext()
-            with attending:
+            with attending, contextlib.nullcontext() if len(parts) == 1 else joint_step():
                 output = without_cache(self._module.uncompiled((inputs,), keywords), joint)
             outputs = [output] if len(parts) == 1 else split_rows(output, rows)
             for lengths in layer_lengths:
