@@ -11,6 +11,7 @@ import msgspec
 from lightning_swarm.serving.http_fields import RequestError, short
 
 _OF_ASSISTANTS: Final = frozenset({"tool_calls", "reasoning_content"})
+_IGNORED: Final = "provider_specific_fields"  # in which LiteLLM sends back an answer's `refusal`, for instance
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -29,6 +30,8 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in message.items() if value not in (None, [], {})}
     role, content = given.pop("role", None), given.pop("content", "")
+    if role == "assistant":
+        given.pop(_IGNORED, None)
     own = _OF_ASSISTANTS if role == "assistant" else {"tool_call_id"} if role == "tool" else frozenset()
     texts = {name: given.pop(name) for name in [*given] if name in {"name", *own} - {"tool_calls"}}
     calls = given.pop("tool_calls", []) if "tool_calls" in own else []
@@ -49,21 +52,30 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
     """Return an assistant's calls with their arguments as objects, as templates expect them."""
     try:
         found = msgspec.convert(calls, list[_ToolCall])
-        return [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": msgspec.json.decode(call.function.arguments, type=dict),
-                },
-            }
-            for call in found
-        ]
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise RequestError(
-            400, f"`tool_calls` have ids, names, and arguments as a JSON object in a text: {error}", param="messages"
+            400, f"`tool_calls` have ids, names, and arguments in a text: {error}", param="messages"
         ) from error
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+        }
+        for call in found
+    ]
+
+
+def _arguments(text: str) -> dict[str, Any] | str:
+    """Return the object of a call's arguments, or the text itself if it has none.
+
+    Agents send back a call that `max_tokens` has cut, so that the model sees its mistake.
+    """
+    try:
+        found: dict[str, Any] = msgspec.json.decode(text or "{}", type=dict)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return text
+    return found
 
 
 class _Called(msgspec.Struct, forbid_unknown_fields=True):
