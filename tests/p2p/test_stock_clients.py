@@ -104,24 +104,24 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
         servers.end()
 
 
-def node(folder: Path) -> list[str]:
-    """Return the command of the Node.js client; skip without Node.js or a registry."""
+def node(folder: Path, client: str, *packages: str) -> list[str]:
+    """Return the command of a client for Node.js; skip without Node.js or a registry."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("Node.js is not installed")
-    shutil.copy(CLIENTS / "openai_node.mjs", folder)
-    install = [npm, "install", "--no-audit", "--no-fund", "openai@6"]
+    shutil.copy(CLIENTS / client, folder)
+    install = [npm, "install", "--no-audit", "--no-fund", "openai@6", *packages]
     installed = subprocess.run(install, check=False, cwd=folder, capture_output=True, text=True, timeout=300.0)
     if installed.returncode:
-        pytest.skip(f"npm could not install OpenAI's client: {installed.stderr[-300:]}")
-    return ["node", str(folder / "openai_node.mjs")]
+        pytest.skip(f"npm could not install the clients: {installed.stderr[-300:]}")
+    return ["node", str(folder / client)]
 
 
 @pytest.mark.parametrize("client", [*PYTHON, "openai_node.mjs"])
 def test_a_text_is_streamed_on_although_its_server_is_killed(endpoint: Endpoint, tmp_path: Path, client: str) -> None:
     if client in PYTHON and importlib.util.find_spec(PYTHON[client]) is None:
         pytest.skip(f"{PYTHON[client]} is not installed")
-    command = [sys.executable, str(CLIENTS / client)] if client in PYTHON else node(tmp_path)
+    command = [sys.executable, str(CLIENTS / client)] if client in PYTHON else node(tmp_path, client)
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise LiteLLM would download it at each import
     running = Run(endpoint.url, PROMPT, NUM_NEW, program=command, environment=offline)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import importlib.util
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
@@ -25,6 +27,7 @@ from lightning_swarm.serving import http_server
 from lightning_swarm.serving.http_server import Access
 from lightning_swarm.serving.texts import ServedText
 from tests.p2p.processes import free_port
+from tests.p2p.test_stock_clients import CLIENTS, node
 from tests.parity.test_http_endpoint import ask, http
 from tests.served import bytes_tokenizer, make_model
 
@@ -240,6 +243,10 @@ def test_a_template_without_tools(served: ServedText) -> None:
 
 @pytest.fixture
 def address(served: ServedText) -> str:
+    return begin_endpoint(served)
+
+
+def begin_endpoint(served: ServedText) -> str:
     """Start an endpoint, and return its address."""
     port = free_port()
     options = {"host": "127.0.0.1", "port": port}
@@ -291,16 +298,63 @@ def test_langchains_tools(served: ServedText) -> None:
         Trip.model_validate(call["args"])
 
 
+def test_langchain_sends_a_call_back_that_was_cut(served: ServedText) -> None:
+    async def act(model: ChatOpenAI) -> Any:
+        bound = model.bind_tools([Trip], tool_choice="any", strict=True)
+        cut = await bound.ainvoke("Go", max_completion_tokens=50)
+        said = ["Go", cut, *(ToolMessage("no JSON", tool_call_id=call["id"]) for call in cut.invalid_tool_calls)]
+        return cut, await bound.ainvoke(said)
+
+    cut, again = with_langchain(served, act)
+    assert (len(cut.tool_calls), len(cut.invalid_tool_calls)) == (0, 1)
+    Trip.model_validate(again.tool_calls[0]["args"])
+
+
+@pytest.fixture
+def calling_address(served: ServedText) -> str:
+    """Start an endpoint whose model prefers to call a tool, and return its address."""
+    tokenizer = bytes_tokenizer("<tool_call>", template=TEMPLATE)
+    own = copy.copy(served.model)
+    own.generation_config = copy.deepcopy(own.generation_config)
+    own.generation_config.sequence_bias = [[[tokenizer.convert_tokens_to_ids("<tool_call>")], 30.0]]
+    return begin_endpoint(ServedText("tiny", own, tokenizer))
+
+
+def assert_trips(trips: list[Any]) -> None:
+    assert trips
+    for trip in trips:
+        Trip.model_validate(trip)
+
+
 @pytest.mark.thorough
-def test_litellms_tools(address: str) -> None:
+def test_litellm_lets_a_model_call_tools_and_write_json(calling_address: str) -> None:
     if importlib.util.find_spec("litellm") is None:
         pytest.skip("litellm is not installed")
-    program = Path(__file__).parents[1] / "p2p" / "clients" / "litellm_tools.py"
     offline = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it would be downloaded
-    command = [sys.executable, str(program), address, json.dumps(TOOLS)]
+    command = [sys.executable, str(CLIENTS / "litellm_tools.py"), calling_address, json.dumps(TOOLS), json.dumps(JSON)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120.0, env=offline)
     whole, streamed = map(json.loads, shown.stdout.splitlines())
     assert whole == streamed
-    for name, arguments in whole:
-        assert name in ("train", "plane")
-        Trip.model_validate_json(arguments)
+    calls, text, num_results = whole
+    assert {name for name, _ in calls} <= {"train", "plane"}
+    assert len(calls) >= num_results >= 2
+    assert_trips([json.loads(arguments) for _, arguments in calls])
+    Trip.model_validate_json(text)
+
+
+@pytest.mark.thorough
+def test_nodes_clients_let_a_model_call_tools_and_write_json(calling_address: str, tmp_path: Path) -> None:
+    """OpenAI's client and Vercel's AI SDK: agents, calls that are streamed, objects."""
+    command = node(tmp_path, "tools_node.mjs", "ai@5", "@ai-sdk/openai-compatible@1", "zod@3")
+    schema = json.dumps(SCHEMA | {"title": "book"})
+    shown = subprocess.run(
+        [*command, calling_address, schema], check=True, capture_output=True, text=True, timeout=120.0
+    )
+    agent, streamed_agent, calls, parsed, vercel, streamed_vercel, made = map(json.loads, shown.stdout.splitlines())
+    assert agent == streamed_agent
+    assert vercel == streamed_vercel
+    for called, num_results in (agent, vercel):
+        assert len(called) == num_results >= 2
+    assert_trips(agent[0])
+    for trip in (*calls, *parsed, *vercel[0], *made):
+        assert trip["city"] in ("Oslo", "Rome")
