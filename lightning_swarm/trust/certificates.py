@@ -47,7 +47,7 @@ class Invitation(_Record, frozen=True, tag=1):
     owner: _Name  # the public key that signs this, as an id
     number: InvitationNumber
     role: Role
-    uses: Uses  # number of peers that may join by it
+    uses: Uses  # number of peers that may join with it
     expires_at_s: _Time  # end of the time for joining
     stay_s: _Time  # seconds that a peer may stay
     key: _Name  # the public key that signs certificates, as an id
@@ -55,12 +55,12 @@ class Invitation(_Record, frozen=True, tag=1):
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether the owner has signed it."""
+        """Return whether the owner signed the invitation."""
         return _is_signed(self, self.owner)
 
 
 class Certificate(_Record, frozen=True, tag=2):
-    """An invitation, and the peer that joined by it. It is public, and useless to any other peer."""
+    """An invitation, and the peer that joined with it. It is public, and useless to any other peer."""
 
     invitation: Invitation
     peer: _Name
@@ -69,24 +69,24 @@ class Certificate(_Record, frozen=True, tag=2):
 
     @property
     def ends_at_s(self) -> int:
-        """The time at which it expires, in seconds since the epoch."""
+        """The time at which the certificate expires, in seconds since the epoch."""
         return self.issued_at_s + self.invitation.stay_s
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether the owner has signed the invitation, and the invitation's key has signed this."""
+        """Return whether the owner signed the invitation, and the invitation's key signed this certificate."""
         return self.invitation.is_genuine and _is_signed(self, self.invitation.key)
 
 
 class SecretInvitation(_Record, frozen=True, tag=3):
-    """An invitation with its secret key, by which any holder may join."""
+    """An invitation with its secret key, with which any holder may join."""
 
     invitation: Invitation
     seed: Annotated[bytes, msgspec.Meta(min_length=_SEED_BYTES, max_length=_SEED_BYTES)]
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether the owner has signed the invitation, and the secret belongs to the invitation's key."""
+        """Return whether the owner signed the invitation, and the secret belongs to the invitation's key."""
         return self.invitation.is_genuine and Identity.from_seed(self.seed).peer_id == self.invitation.key
 
     def certify(self, peer: PeerId, *, now_s: float) -> Certificate:
@@ -111,7 +111,7 @@ class SignedBan(_Record, frozen=True, tag=4):
 
     @property
     def is_genuine(self) -> bool:
-        """Return whether the owner has signed it."""
+        """Return whether the owner signed the ban."""
         return _is_signed(self, self.owner)
 
 
@@ -124,7 +124,7 @@ _DOMAINS: Final[dict[type[_Record], bytes]] = {
 
 
 def signed(record: _SignedT, key: Identity) -> _SignedT:
-    """Return a record with its signature by a key."""
+    """Return a copy of a record, signed by a key."""
     return replace(record, signature=key.sign(_DOMAINS[type(record)], _unsigned(record)))
 
 
@@ -134,15 +134,15 @@ def encode(record: _Record) -> bytes:
 
 
 def decode(data: bytes, kind: type[_T]) -> _T:
-    """Decode a record of one class, or of a union of classes; `ValueError` if `encode` would write other bytes."""
+    """Decode a record of one class or of a union. Raise `ValueError` if `encode` would write it differently."""
     if len(data) > _MAX_BYTES:
-        raise ValueError(f"it has {len(data)} bytes, and may have {_MAX_BYTES}")
+        raise ValueError(f"it has {len(data)} bytes, and at most {_MAX_BYTES} are allowed")
     try:
         record = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ValueError(str(error)) from error
     if encode(record) != data:
-        raise ValueError("it is not encoded in the one way that is allowed")
+        raise ValueError("its encoding is not the canonical one")
     return record
 
 

@@ -25,56 +25,54 @@ class RunCredentials:
     certificate: bytes
 
     def verify(self, peer: PeerId, certificate: bytes, *, now_s: float) -> Permit:
-        """Return a peer's permit by its certificate at `now_s` (seconds since the epoch), or raise `AccessDenied`."""
+        """Verify a certificate at `now_s` (seconds since the epoch); return its permit or raise `AccessDenied`."""
         try:
-            shown = decode(certificate, Certificate)
+            presented = decode(certificate, Certificate)
         except ValueError as error:
             raise self._denial(peer, f"it is malformed: {error}") from error
         problem = (
-            mismatch(shown.invitation, run_id=self.run_id, owner=self.owner)
-            or (None if shown.is_genuine else "it is forged: a signature in it is wrong")
-            or (None if shown.peer == peer else "it was made for another peer")
-            or untimely(shown, now_s=now_s)
+            mismatch(presented.invitation, run_id=self.run_id, owner=self.owner)
+            or (None if presented.is_genuine else "it is forged: a signature in it is wrong")
+            or (None if presented.peer == peer else "it was made for another peer")
+            or untimely(presented, now_s=now_s)
         )
         if problem is not None:
             raise self._denial(peer, problem)
-        invitation = shown.invitation
+        invitation = presented.invitation
         return Permit(
             role=invitation.role,
-            expires_at_s=float(shown.ends_at_s),
+            expires_at_s=float(presented.ends_at_s),
             come_by_s=float(invitation.expires_at_s),
             invitation=invitation.number,
             uses=invitation.uses,
         )
 
     def verify_ban(self, signed: bytes) -> Ban:
-        """Return the ban that the owner has signed; `AccessDenied` if it is malformed or not signed by the owner."""
+        """Verify a signed ban and return it. Raise `AccessDenied` if it is malformed or not signed by the owner."""
         try:
-            said = decode(signed, SignedBan)
+            ban = decode(signed, SignedBan)
         except ValueError as error:
+            raise AccessDenied(f"a ban must be signed by the run's owner, got a malformed ban: {error}") from error
+        if ban.run_id != self.run_id or ban.owner != self.owner or not ban.is_genuine:
             raise AccessDenied(
-                f"a ban must be signed by the run's owner, and this one is malformed: {error}"
-            ) from error
-        if said.run_id != self.run_id or said.owner != self.owner or not said.is_genuine:
-            raise AccessDenied(
-                f"a ban from run {self.run_id!r} has to be signed by its owner {self.owner}; this one is of run "
-                f"{said.run_id!r}, in the name of {said.owner}. Call `lightning-swarm ban` where the owner's key is."
+                f"a ban from run {self.run_id!r} must be signed by its owner {self.owner}, got a ban from run "
+                f"{ban.run_id!r} in the name of {ban.owner}. Call `lightning-swarm ban` where the owner's key is."
             )
-        return Ban(said.subject, said.is_lifted, said.decided_at_ns, said.reason, signed)
+        return Ban(ban.subject, ban.is_lifted, ban.decided_at_ns, ban.reason, signed)
 
     def _denial(self, peer: PeerId, problem: str) -> AccessDenied:
         remedy = "Its user needs an invitation from the run's owner, who makes one with `lightning-swarm invite`."
         if problem.endswith(_IN_THE_FUTURE):
             remedy = "Set the clocks of both machines."
-        return AccessDenied(f"the certificate of {peer} does not let it into run {self.run_id!r}: {problem}. {remedy}")
+        return AccessDenied(f"the certificate of {peer} does not admit it to run {self.run_id!r}: {problem}. {remedy}")
 
 
 def mismatch(invitation: Invitation, *, run_id: str, owner: PeerId | None = None) -> str | None:
-    """Return why an invitation is not valid for a run; None if it is. Without `owner`, any owner is accepted."""
+    """Return why an invitation is invalid for a run; None if it is valid. Without `owner`, any owner is accepted."""
     if invitation.run_id != run_id:
         return f"this invitation is for run {invitation.run_id!r}, not {run_id!r}"
     if owner not in (None, invitation.owner):
-        return f"this invitation is of the owner {invitation.owner}, and the run's is {owner}"
+        return f"this invitation is signed by {invitation.owner}, but the run's owner is {owner}"
     return None
 
 
@@ -86,14 +84,14 @@ def untimely(admission: Invitation | Certificate, *, now_s: float) -> str | None
     if isinstance(admission, Invitation):
         return None
     if admission.issued_at_s >= admission.invitation.expires_at_s:
-        return "its peer came after the invitation had expired"
+        return "its peer joined after the invitation had expired"
     if (early_s := admission.issued_at_s - now_s) > _CLOCK_SKEW_S:
         return f"it was issued {_in_words(early_s)} {_IN_THE_FUTURE}"
     return None
 
 
 def is_untimely(denial: str) -> bool:
-    """Return whether another peer denied access because of its clock, with which this peer's may disagree."""
+    """Return whether a peer denied access because of the time, so that the two clocks may disagree."""
     return _EXPIRED in denial or _IN_THE_FUTURE in denial
 
 

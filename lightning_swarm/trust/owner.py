@@ -37,24 +37,24 @@ class Owner:
 
     @classmethod
     def load(cls, run_id: str, path: Path) -> Owner:
-        """Read the key from a file; create both file and folder if missing. `ConfigError` if the key is unusable."""
+        """Read the key from a file; create file and folder if missing. Raise `ConfigError` if it is unusable."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the owner's key needs a folder that can be written to, got {str(path.parent)!r}: {error.strerror}. "
-                "Set XDG_CONFIG_HOME to another folder, or begin the run by an invitation of the role trainer."
+                f"the owner's key needs a writable folder, got {str(path.parent)!r}: {error.strerror}. "
+                "Set XDG_CONFIG_HOME to another folder, or start the run with an invitation for the role trainer."
             ) from error
         key = load_identity(path, _USE)
         if not key.can_sign:
             raise ConfigError(
                 f"the owner's key must be an Ed25519 key, which can sign, got an RSA key in {str(path)!r}. Name "
-                "another file: then a key is made."
+                "a file that does not exist yet; a key is created there."
             )
         return cls(run_id, key)
 
     def invite(self, role: Role, *, uses: int, expires_at_s: float, stay_s: float = DEFAULT_STAY_S) -> SecretInvitation:
-        """Invite peers to the run: they join before `expires_at_s`, and may stay for `stay_s` seconds."""
+        """Create an invitation: peers may join until `expires_at_s`, and stay for `stay_s` seconds."""
         key = Identity.generate()
         unsigned = Invitation(
             run_id=self.run_id,
@@ -72,12 +72,12 @@ class Owner:
     def certify(
         self, peer: PeerId, role: Role, *, now_s: float, expires_at_s: float, stay_s: float = DEFAULT_STAY_S
     ) -> Certificate:
-        """Certify one peer by an invitation of its own, whose secret is discarded."""
+        """Certify one peer by a separate invitation, whose secret is discarded."""
         invitation = self.invite(role, uses=1, expires_at_s=expires_at_s, stay_s=stay_s)
         return invitation.certify(peer, now_s=now_s)
 
     def ban(self, subject: str, reason: str, *, is_lifted: bool, now_ns: int) -> SignedBan:
-        """Ban a peer, or an invitation by its number in hex, from the run; or lift the ban."""
+        """Sign a ban of a peer, or of an invitation by its number in hex, from the run; or the end of a ban."""
         unsigned = SignedBan(
             run_id=self.run_id,
             owner=self.key.peer_id,
@@ -95,6 +95,6 @@ class Owner:
 
 
 def owner_file(folder: Path, run_id: str) -> Path:
-    """Return the path of the owner's key for a run. An id that is unfit for a file name is hashed."""
+    """Return the path of the owner's key for a run. An id that cannot be a file name is hashed."""
     name = run_id if re.fullmatch(r"\w[\w.-]*", run_id, re.ASCII) else hashlib.sha256(run_id.encode()).hexdigest()
     return folder / f"{name}.owner"

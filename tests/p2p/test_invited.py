@@ -204,7 +204,7 @@ def test_whom_the_owner_bans_is_out_and_the_run_goes_on(
         (users.join("gina", None, "--trust", "open"), ["answers only peers with a certificate of its run"]),
         (users.present("mallory", None), [at_the_gate, "it was made for another peer"]),
         (users.present("hans", for_one), [at_the_gate, "it was made for another peer"]),
-        (users.present("ida", expired), [at_the_gate, "its peer came after the invitation had expired"]),
+        (users.present("ida", expired), [at_the_gate, "its peer joined after the invitation had expired"]),
         (
             users.present("jane", expired, days_ago=8),
             ["a new peer must join before its invitation expires"],
