@@ -26,35 +26,35 @@ class Deadlock(SwarmError):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop with virtual time, for one thread, without sockets. Runs on it repeat exactly."""
+    """A single-threaded event loop with virtual time and without sockets. Its runs are exactly reproducible."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
         self._num_futures = 0
         super().__init__(_JumpingSelector(self._jump))
-        # Sets of tasks and futures iterate in the order of their creation: asyncio keeps such sets (a cancelled
-        # TaskGroup walks one), and addresses differ between runs.
+        # asyncio iterates over sets of tasks, for example when it cancels a TaskGroup. Tasks and futures hash to their
+        # numbers, because hashes of addresses would give such a set another order in each run.
         self.set_task_factory(cast(Any, lambda loop, coro, **kwargs: _NumberedTask(coro, loop=loop, **kwargs)))
 
     def time(self) -> float:
-        """Return the seconds of virtual time since the loop was made; they pass only when nothing is ready to run."""
+        """Return the seconds of virtual time since the loop began; they pass only when nothing is ready to run."""
         return self._now_s
 
     def run_until_complete(self, future: Generator[Any, None, _T] | Awaitable[_T]) -> _T:
-        """Run until `future` is done. If it never can be, cancel it if it is a coroutine, and raise `Deadlock`."""
+        """Run until `future` is done. Raise `Deadlock` if it never can be, after cancelling it if it is a coroutine."""
         owned = not asyncio.isfuture(future)
         task = asyncio.ensure_future(cast(Awaitable[_T], future), loop=self)
         try:
             return super().run_until_complete(task)
         except Deadlock:
             if owned and not task.done():
-                # No other code holds this task: leave no half-run coroutine behind for a later call to trip over.
+                # No other code holds this task, so a later call would meet its half-run coroutine.
                 task.cancel()
                 super().run_until_complete(asyncio.wait([task]))
             raise
 
     def create_future(self) -> asyncio.Future[Any]:
-        """Make a future that hashes to its number."""
+        """Create a future that hashes to its number."""
         return _NumberedFuture(loop=self)
 
     def run_in_executor(
@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def next_number(self) -> int:
-        """Return the number of the task or future that is being made."""
+        """Return the number of the task or future that is being created."""
         self._num_futures += 1
         return self._num_futures
 
@@ -77,7 +77,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Advance the clock; raise `Deadlock` if `seconds` is None, which means that no timer is set."""
         if seconds is None:
             tasks = sorted(asyncio.all_tasks(self), key=hash)
-            waiting = "; ".join(map(_where, tasks)) or "nothing but the caller's future"
+            waiting = "; ".join(map(_location, tasks)) or "nothing but the caller's future"
             raise Deadlock(f"Nothing is ready and no timer is set at {self._now_s:g} s. Waiting: {waiting}.")
         self._now_s += seconds
 
@@ -117,7 +117,7 @@ class _NumberedTask(asyncio.Task[Any]):
         return self._number
 
 
-def _where(task: asyncio.Task[Any]) -> str:
+def _location(task: asyncio.Task[Any]) -> str:
     frames = task.get_stack(limit=1)
-    location = f" at {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
-    return f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', '?')}{location})"
+    line = f" at {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
+    return f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', '?')}{line})"

@@ -16,11 +16,11 @@
     ├── LeaseRevoked         a batch was struck from its step, or was never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
-        ├── Unreachable      no connection, or it broke
-        │   └── InitialPeersSilent  none of the peers to join answered
+        ├── Unreachable      no connection to the peer, or a broken one
+        │   └── InitialPeersSilent  none of the initial peers answered
         ├── DeadlineExceeded the answer did not come in time
         ├── Busy             the peer's queue is full: not a fault, so it is not ejected; retry elsewhere
-        ├── NotMember        the peer takes no part in the run of the call, or no longer does (a ProtocolError, too)
+        ├── NotMember        the peer is not, or no longer, a member of the run of the call (a ProtocolError, too)
         ├── NotEnlisted      the caller is not a trainer of the run, not yet or no longer (a ProtocolError, too)
         ├── AccessDenied     the caller's certificate does not permit the call (a ProtocolError, too)
         │   └── Uncertified  the peer requires the caller's certificate first
@@ -31,7 +31,7 @@
         │   └── GradientGone the peer no longer holds the gradient from which a backward starts
         ├── SessionLost      the peer lacks steps of an inference session: send them again
         ├── AdapterMissing   the peer does not have, or no longer has, the adapter that a call names: send it
-        ├── GraphGone        the peer does not have, or no longer has, the forward of a backward: call it again
+        ├── GraphGone        the peer does not have, or no longer has, the graph for a backward: call the forward again
         ├── InputMissing     the input of a call never came: a fault of its sender or of the link
         │   └── GradientMissing  the gradient from which a backward starts never came
         └── NotCoordinator   the peer does not coordinate the run, or no longer does: ask the coordinator
@@ -55,11 +55,11 @@ class ConfigError(SwarmError, ValueError):
     @staticmethod
     def like(kind: type[Exception], text: str) -> ConfigError:
         """Return a `ConfigError` that is a `kind`, too, so that code which expects a `kind` catches it."""
-        error: ConfigError = _also(kind)(text)
+        error: ConfigError = _config_error_class(kind)(text)
         return error
 
 
-def _also(kind: type[Exception]) -> type[Any]:
+def _config_error_class(kind: type[Exception]) -> type[Any]:
     """Derive a class from `ConfigError` and a kind of error; its errors can be pickled."""
     reduced = {"__reduce__": lambda error: (ConfigError.like, (kind, str(error))), "__module__": __name__}
     return type("ConfigError", (ConfigError, kind), reduced)
@@ -100,9 +100,9 @@ class WentBack(StepError):
 class FalseWorkCounted(StepError):
     """Work of a convicted server counted in earlier steps. The lead rolls the run back."""
 
-    def __init__(self, reasons: Sequence[str], sound: int) -> None:  # each server, with the reason of its conviction
+    def __init__(self, reasons: Sequence[str], sound: int) -> None:  # a reason names the server, too
         super().__init__(f"work of convicted servers counts in earlier steps: {'; '.join(reasons)}")
-        self.sound = sound  # newest version of the weights that, as far as is known, contains none of that work
+        self.sound = sound  # newest version of the weights that is not known to contain such work
 
 
 class LeaseRevoked(SwarmError):
@@ -203,7 +203,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """Return the name and text by which an error is sent to the caller."""
+    """Return the name and the text that an answer carries for an error."""
     if isinstance(error, SwarmError):
         return type(error).__name__, str(error)
     # Any other exception is a bug in the handler. Only its type and text leave the process.
@@ -211,7 +211,7 @@ def to_wire(error: BaseException) -> tuple[str, str]:
 
 
 def from_wire(name: str, text: str) -> SwarmError:
-    """Make the error from a peer's answer. An unknown name becomes a plain `SwarmError`."""
+    """Rebuild the error of a peer's answer. An unknown name becomes a plain `SwarmError`."""
     kind = _BY_NAME.get(name, SwarmError)
     # A StageError contains a traceback, and a StepError may repeat its lines.
     return kind(printable_lines(text) if issubclass(kind, StageError | StepError) else printable(text))

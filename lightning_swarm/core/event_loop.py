@@ -21,8 +21,8 @@ from lightning_swarm.core.tasks import cancel_and_wait, first_of
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-_MOMENT_S: Final = 1.0  # work that takes longer makes the lead look for lost stages
-_TIDYING_S: Final = 10.0  # longest wait for cleanup, or for the end of the loop's thread
+_UNWATCHED_S: Final = 1.0  # the lead watches for lost stages only during longer waits, because watching costs calls
+_CLEANUP_TIMEOUT_S: Final = 10.0  # longest wait for cleanup, or for the end of the loop's thread
 
 
 class Runtime(ABC):
@@ -75,9 +75,9 @@ class ThreadRuntime(Runtime):
         self._closed = True
         try:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_TIDYING_S)
+            self._thread.join(_CLEANUP_TIMEOUT_S)
             if self._thread.is_alive():  # the program can still end: this is a daemon thread
-                _log.warning("The swarm's event loop did not end within %g s, and is left to itself.", _TIDYING_S)
+                _log.warning("The swarm's event loop did not end within %g s, and is abandoned.", _CLEANUP_TIMEOUT_S)
         finally:
             settings, self._settings = self._settings, None
             if settings is not None:
@@ -91,7 +91,7 @@ class ThreadRuntime(Runtime):
             task.cancel()
         if running:
             self._loop.run_until_complete(asyncio.wait(running))
-        self._loop.close()  # uvloop waits here for open connections, perhaps for ever
+        self._loop.close()  # uvloop waits here for open connections, perhaps forever
 
 
 class InlineRuntime(Runtime):
@@ -175,7 +175,7 @@ class UntilCutOff(_InterruptibleRuntime):
     @override
     async def _wait(self, task: asyncio.Future[Any]) -> None:
         if self._cut_off.is_set():  # only cleanup runs now, and it needs no other peer
-            await asyncio.wait({task}, timeout=_TIDYING_S)
+            await asyncio.wait({task}, timeout=_CLEANUP_TIMEOUT_S)
         else:
             await first_of(asyncio.wait({task}), self._cut_off.wait())
         error = task.exception() if task.done() and not task.cancelled() else None
@@ -194,7 +194,7 @@ class UntilRunEnds(_InterruptibleRuntime):
         *,
         ending_error: Callable[[], SwarmError],  # makes the error to raise when the run has ended
         is_cut_off: Callable[[], bool],  # returns whether messages can no longer reach this peer
-        grace_s: float,  # at a run's end, calls may fail so long before the announcement comes
+        grace_s: float,  # seconds after a failed call in which the announcement of the run's end may still arrive
     ) -> None:
         super().__init__(runtime)
         self._run_ended, self._rolled_back = run_ended, rolled_back
@@ -219,20 +219,20 @@ class UntilRunEnds(_InterruptibleRuntime):
 class UntilStageLost(_InterruptibleRuntime):
     """The runtime of the lead: every wait ends when the run has lost a stage and can roll back."""
 
-    def __init__(self, runtime: Runtime, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
+    def __init__(self, runtime: Runtime, wait_for_loss: Callable[[], Coroutine[Any, Any, str]]) -> None:
         super().__init__(runtime)
-        self._lost = lost  # returns a description once a stage is lost; called when work takes longer than a moment
+        self._wait_for_loss = wait_for_loss  # returns a description once a stage is lost
 
     @override
     async def _wait(self, task: asyncio.Future[Any]) -> None:
-        await asyncio.wait({task}, timeout=_MOMENT_S)
+        await asyncio.wait({task}, timeout=_UNWATCHED_S)
         if task.done():
             return
-        lost = asyncio.ensure_future(self._lost())
+        lost = asyncio.ensure_future(self._wait_for_loss())
         try:
             await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise StageLost(f"the run cannot go on as it is: {lost.result()}")
+                raise StageLost(f"the run cannot continue: {lost.result()}")
         finally:
             await cancel_and_wait([lost])
 

@@ -17,8 +17,8 @@ from typing_extensions import override
 def import_path(path: str) -> Any:
     """Import and return ``module`` or ``module:attribute``."""
     module, _, attribute = path.partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    imported = import_module(module)
+    return getattr(imported, attribute) if attribute else imported
 
 
 def lazy_attributes(package: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
@@ -35,7 +35,7 @@ def lazy_attributes(package: str, paths: Mapping[str, str]) -> Callable[[str], A
 
 
 def import_after(package: str, *paths: str) -> None:
-    """Import each ``module`` or ``module:attribute`` right after `package`: now, or when `package` is imported."""
+    """Import each ``module`` or ``module:attribute`` right after `package`, at once if that is imported already."""
     if package in sys.modules:
         _import_all(paths)
     else:
@@ -69,15 +69,15 @@ class _Follower(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._package:
             return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target))), None)
+        later_finders = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next((spec for finder in later_finders if (spec := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            own = spec.loader.exec_module
+            execute = spec.loader.exec_module
 
-            # The finder stays until the package is executed, because `importlib.util.find_spec` asks for a spec only.
+            # Only execution removes this finder, because `importlib.util.find_spec` asks for a spec without importing.
             def exec_module(module: ModuleType) -> None:
-                own(module)
-                # A loader may be shared, as pytest's assertion rewriter is, and then also loads other modules here.
+                execute(module)
+                # A shared loader, such as pytest's assertion rewriter, also executes other modules by this function.
                 if module.__name__ == self._package and self in sys.meta_path:
                     sys.meta_path.remove(self)
                     _import_all(self._paths)

@@ -17,13 +17,13 @@ class Limits:
             and recomputes them when needed: slower, never different. A trainer may keep as many bytes of its own
             microbatches until their step is decided, and so may a server in a run with strangers; both move the excess
             to a temporary file.
-        call_timeout: Seconds until a call to another peer is abandoned, the wait for its input included.
-        silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
-            peer that computes still sends signs of life. The limit grows by itself where round trips are long.
+        call_timeout: Seconds until a call to another peer is abandoned, including the wait for its input.
+        silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for.
+            Peers send signs of life even while they compute. The limit grows by itself where round trips are long.
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches. Each batch
             that the lead validates and each file that it saves restarts the wait. If the lead's process has been silent
             for as long and no peer can take over the run, the run ends for all.
-        start_timeout: Seconds that the starter waits for its peers, imports included.
+        start_timeout: Seconds that the starter waits for its peers, including their imports.
         stage_timeout: Seconds that the swarm waits for a stage that has lost all its servers, with no snapshot to roll
             back to; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
@@ -32,7 +32,7 @@ class Limits:
         max_upload: Bytes a second, on average, that a server sends to joining peers: the state of its stages, and
             records. The default is more than any link carries.
         drain_timeout: Seconds that a server, once asked to leave, waits for a record that releases it; then it leaves
-            anyway, as if it had died.
+            as if it had died.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
         max_in_flight: Microbatches that a trainer sends at once.
@@ -40,10 +40,10 @@ class Limits:
             that are logged with `sync_dist=True`. Each trainer may always add an equal share.
         max_message_bytes: Bytes of tensors that one message may carry.
         receive_bytes: Bytes of tensors in messages under way from all other peers to this one; each peer may use up to
-            half. Further messages wait. A message larger than half is its peer's only one under way.
+            half. Further messages wait. While a message larger than half is under way, its peer sends no other.
         snapshot_interval: Seconds between two snapshots, from which the run continues when all servers of a stage have
             died; the first is taken at the run's first step. Each snapshot copies every stage where it is held and
-            sends the copy to one server of another stage. None takes no snapshots, and such a run breaks off.
+            sends the copy to one server of another stage. None disables snapshots, and a lost stage ends the run.
         snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
             two snapshots of each of its own stages, and two of each further stage that it was chosen to keep. All
             servers together keep at most two snapshots of a stage for each of its servers, and two more.

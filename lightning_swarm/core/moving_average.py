@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class MovingAverage:
-    """Exponential moving average, corrected for its empty start."""
+    """Exponential moving average of the measurements so far, without a bias towards an initial value."""
 
     def __init__(self, smoothing: float) -> None:
         self._smoothing = smoothing  # weight of a new measurement, from 0 to 1

@@ -12,8 +12,8 @@ class Override:
 
     def __init__(self, owner: object, name: str, call: Callable[..., Any]) -> None:
         self.replaced: Callable[..., Any] = getattr(owner, name)
-        # Whether a user had set a method on the object itself, which `remove` must put back.
-        self._is_own = name in vars(owner) and not isinstance(self.replaced, Override)
+        # A user may have set a method on the object itself, which `remove` must restore.
+        self._had_own = name in vars(owner) and not isinstance(self.replaced, Override)
         self.__wrapped__ = self.replaced  # Lightning looks up the class that defines the method
         self._owner = owner
         self._name = name
@@ -25,11 +25,11 @@ class Override:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (self._owner, self._name)  # the owner's copy has no attributes yet, so this is a class's method
+        return getattr, (self._owner, self._name)  # a copy has no attributes yet, so it gets its class's method
 
     def remove(self) -> None:
         """Restore the object's own method."""
-        if self._is_own:
+        if self._had_own:
             vars(self._owner)[self._name] = self.replaced
         else:
             vars(self._owner).pop(self._name, None)
@@ -37,7 +37,7 @@ class Override:
 
 @contextmanager
 def changed(owner: object, **attributes: Any) -> Iterator[None]:
-    """Inside, an object has other attributes; afterwards it has their former values again."""
+    """Set attributes of an object within this context, and restore their former values afterwards."""
     before = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():

@@ -36,7 +36,7 @@ def can_see_file(path: Path) -> bool:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Create a file; `FileExistsError` if it exists already, and then it stays unchanged."""
+    """Create a file. Raise `FileExistsError`, and leave the file unchanged, if it exists."""
     with temporary_file(data, path.parent) as written:
         try:
             path.hardlink_to(written)

@@ -23,12 +23,13 @@ _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 def follow_environment() -> None:
-    """Log to stderr from the level that the environment names; without one, change nothing."""
+    """Log to stderr from the level in the environment variable `LOG`; if it is unset, change nothing."""
     level = os.environ.get(LOG)
     if not level:
         return
     if level not in _LEVELS:
-        raise ConfigError(f"the variable {LOG} must be one of {', '.join(_LEVELS)}, got {level!r}. Set one, or none.")
+        levels = ", ".join(_LEVELS)
+        raise ConfigError(f"the variable {LOG} must be one of {levels}, got {level!r}. Set one of them, or unset it.")
     logger = logging.getLogger("lightning_swarm")
     logger.setLevel(level.upper())
     if not logger.hasHandlers():  # otherwise the script has configured logging
@@ -94,7 +95,7 @@ def collect_as_usual() -> None:
 
 _OLDEST: Final = 2  # generation of the garbage collector
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt, from <malloc.h>
-_ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads other than the main one get memory in such pieces
+_ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads besides the main one get memory in such pieces
 # The largest mmap threshold that glibc before 2.35 accepts, and the largest that any version sets by itself.
 _OLD_MAX_BYTES: Final = 32 << 20
 _KEPT_BYTES: Final = 1 << 30  # free memory that the main heap may keep
@@ -113,19 +114,19 @@ def release_free_memory() -> None:
 
 
 class ProcessSettings:
-    """Changes how this process collects garbage, how many files it may open and, with `keeps_memory`, frees memory."""
+    """Changes this process's garbage collection, its limit of open files and, with `keeps_memory`, glibc's limits."""
 
-    # `close` undoes this, except the number of files: other code may have opened more by then.
+    # `close` keeps the limit of open files, because other code may have opened more by then.
     def __init__(self, *, keeps_memory: bool) -> None:
         self._froze = False
         with contextlib.suppress(OSError, ValueError):  # some hard limits cannot be set as soft limits
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.callbacks.append(self._freeze)
-        # Each step needs as much memory as the step before. Pages that went back to the kernel would be cleared again.
+        # Each step needs as much memory as the step before. The kernel would have to clear returned pages again.
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None
-        if not self._keep(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
-            self._keep(_OLD_MAX_BYTES, _KEPT_BYTES, _ARENA_BYTES)
+        if not self._set_thresholds(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
+            self._set_thresholds(_OLD_MAX_BYTES, _KEPT_BYTES, _ARENA_BYTES)
 
     def close(self) -> None:
         """Undo the changes, and return free memory to the kernel."""
@@ -133,11 +134,12 @@ class ProcessSettings:
         if self._froze:
             gc.unfreeze()
         # These are the thresholds that glibc sets by itself once a large block is freed, and its default pad.
-        if self._libc is not None and self._keep(_OLD_MAX_BYTES, 2 * _OLD_MAX_BYTES, 128 << 10):
+        if self._libc is not None and self._set_thresholds(_OLD_MAX_BYTES, 2 * _OLD_MAX_BYTES, 128 << 10):
             self._libc.malloc_trim(0)
 
     # A full collection over all objects of torch and other libraries stops every thread for a third of a second, and
-    # delays each peer that waits for this one. So objects that survive the first are excluded from later collections.
+    # delays each peer that waits for this one. So objects that survive the first full collection are excluded from
+    # later ones.
     def _freeze(self, phase: str, info: Mapping[str, int]) -> None:
         # Counting takes tens of milliseconds once there are frozen objects, so it must not follow each collection.
         if self._froze or phase != "stop" or info["generation"] != _OLDEST:
@@ -146,7 +148,7 @@ class ProcessSettings:
             self._froze = True
             gc.freeze()
 
-    def _keep(self, mmap_bytes: int, trim_bytes: int, pad_bytes: int) -> bool:
+    def _set_thresholds(self, mmap_bytes: int, trim_bytes: int, pad_bytes: int) -> bool:
         """Set glibc's thresholds, and return whether it accepts them."""
         # A block of `mmap_bytes` or more gets its own mapping, which returns to the kernel when the block is freed.
         # `trim_bytes` may be free at the end of the main heap. Each request to the kernel asks for `pad_bytes` more

@@ -1,4 +1,4 @@
-"""Messages for people: peers by their short names, errors in one line and without libp2p's chains of causes.
+"""Text for people: short names of peers, one-line errors without libp2p's chains of causes, sizes, and tables.
 
 Much of a message's text comes from other peers. `printable` keeps it from controlling a terminal or forging log lines.
 """
@@ -13,11 +13,11 @@ _SHORT_LENGTH: Final = 6
 _MAX_LENGTH: Final = 2000  # bounds the line, and the work of the patterns below
 _PEER_ID: Final = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{20,}")
 # A failed connection's chain of causes, and the parts of a chain before its last cause.
-_DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
-_NO_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
+_FAILED_DIAL: Final = re.compile(r"(?:Cannot (?:connect|open a stream) to \S+: )?failed to dial[^();]*")
+_BEFORE_CAUSE: Final = re.compile(r"(?:(?:Cannot .* to \S+|failed to [^:]*|dial \S+ \S+|connect): )*")
 _ATTEMPT: Final = re.compile(r"\* \[[^\]]*\]")  # libp2p lists the addresses that it has tried
 _ERROR_NUMBER: Final = re.compile(r"\[Errno -?\d+\] ")
-_BACKOFF: Final = "dial backoff"  # libp2p tried this address a moment ago, and pauses
+_BACKOFF: Final = "dial backoff"  # libp2p failed at this address a moment ago, and pauses before it tries again
 
 
 def printable(text: str) -> str:
@@ -33,7 +33,7 @@ def printable_lines(text: str) -> str:
 
 
 def short_name(peer_id: str) -> str:
-    """Return the end of a peer's id: all ids begin alike."""
+    """Return the end of a peer's id, because all ids begin alike."""
     return printable(peer_id[-_SHORT_LENGTH:] if len(peer_id) > 2 * _SHORT_LENGTH else peer_id)
 
 
@@ -42,12 +42,12 @@ def shorten(text: str) -> str:
     if len(text) > _MAX_LENGTH:
         text = f"{text[: _MAX_LENGTH - 3]}..."
     line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(printable(text).split()))
-    return _ERROR_NUMBER.sub("", _DIAL.sub(_cause, line))
+    return _ERROR_NUMBER.sub("", _FAILED_DIAL.sub(_cause, line))
 
 
 def _cause(chain: re.Match[str]) -> str:
-    """Return the last cause in a chain that is no mere pause of libp2p."""
-    causes = [_NO_CAUSE.sub("", attempt.strip(" ."), count=1) for attempt in _ATTEMPT.split(chain[0])]
+    """Return the last cause in a chain, other than a pause of libp2p."""
+    causes = [_BEFORE_CAUSE.sub("", attempt.strip(" ."), count=1) for attempt in _ATTEMPT.split(chain[0])]
     known = [cause for cause in causes[1:] or causes if cause != _BACKOFF]
     cause = known[-1] if known else "it could not be reached a moment ago"
     return f"{cause}." if chain[0].endswith(".") else cause
@@ -58,8 +58,8 @@ _MAX_NAMED: Final = 5
 
 def few(names: Sequence[str]) -> str:
     """List the first names, followed by the total number if there are more."""
-    more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+    total = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + total
 
 
 def size_text(num_bytes: int) -> str:

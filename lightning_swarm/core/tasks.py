@@ -28,7 +28,7 @@ class TaskOwner:
 
     @property
     def is_running(self) -> bool:
-        """Return whether the owner accepts tasks."""
+        """True while the owner accepts tasks."""
         return self._group is not None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -73,11 +73,11 @@ async def nothing() -> None:
     """Do nothing: the default for an optional coroutine."""
 
 
-async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def gather(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """Run all coroutines at once and return the results in order. The first failure cancels the rest and is raised."""
     # Not a TaskGroup: if the caller is cancelled while a failure is already cancelling the other tasks, a TaskGroup
     # raises the failure and swallows the cancellation. A caller that tries again after failures might then never end.
-    tasks = [asyncio.create_task(work) for work in works]
+    tasks = [asyncio.create_task(work) for work in coroutines]
     try:
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -106,7 +106,7 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
-    """Wait until one of several coroutines ends, at most `timeout` seconds; cancel the rest. Its failure is raised."""
+    """Wait until one of several coroutines ends, at most `timeout` seconds, and cancel the rest. Raise its error."""
     tasks = {asyncio.ensure_future(wait) for wait in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -116,12 +116,12 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
         await cancel_and_wait(tasks)
 
 
-async def first_result(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
+async def first_result(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | None:
     """Run all coroutines at once, return the first result that is not None, and cancel the rest.
 
     If several end at once, the first in order counts.
     """
-    tasks = [asyncio.ensure_future(work) for work in works]
+    tasks = [asyncio.ensure_future(work) for work in coroutines]
     try:
         running = tasks
         while running:
@@ -135,14 +135,16 @@ async def first_result(works: Iterable[Coroutine[Any, Any, _T | None]]) -> _T | 
     return None
 
 
-async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
+async def gather_bounded(
+    coroutines: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0
+) -> list[_T]:
     """Like `gather`, but at most `limit` coroutines run at once. They start in order.
 
     Between two starts the event loop runs `turns_apart` times, so that the messages of the first coroutine leave before
     later ones add theirs.
     """
     slots = asyncio.Semaphore(limit)
-    turns = [asyncio.Event() for _ in works]
+    turns = [asyncio.Event() for _ in coroutines]
 
     async def start_all() -> None:
         for turn in turns:
@@ -157,8 +159,8 @@ async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *
 
     starting = asyncio.ensure_future(start_all())
     try:
-        return await gather(map(run_one, turns, works))
+        return await gather(map(run_one, turns, coroutines))
     finally:
-        for work in works:
-            work.close()  # it may not have started, because another one failed
+        for work in coroutines:
+            work.close()  # after a failure, some may not have started
         await cancel_and_wait([starting])

@@ -133,7 +133,7 @@ def test_tasks_that_nobody_else_ends_end_with_the_loop() -> None:
 def test_a_loop_that_does_not_end_holds_up_nobody(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(event_loop, "_TIDYING_S", 0.1)
+    monkeypatch.setattr(event_loop, "_CLEANUP_TIMEOUT_S", 0.1)
     runtime, released = ThreadRuntime(), threading.Event()
 
     async def never_ends() -> None:
