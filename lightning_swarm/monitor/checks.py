@@ -20,8 +20,8 @@ SUPPORTED: Final[Mapping[str, str]] = {
     "numpy": "<2.4",
 }
 _MALWARE: Final = {"lightning": ("2.6.2", "2.6.3")}
-LEAST_FREE_BYTES: Final = 1 << 30
-MOST_SKEW_S: Final = 3.0  # hivemind's DHT refuses peers whose clock is farther off: announcements expire by wall clock
+MIN_FREE_BYTES: Final = 1 << 30
+MAX_SKEW_S: Final = 3.0  # hivemind's DHT refuses peers whose clocks differ by more: announcements expire by wall clock
 SET_CLOCK: Final = (
     "Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true (on macOS: sudo sntp -sS "
     "pool.ntp.org)"
@@ -44,7 +44,7 @@ class Finding:
         return self.remedy is None
 
     def __str__(self) -> str:
-        """Return the lines for people: the verdict and, if need be, the remedy or the consequence."""
+        """Return the lines for people: the verdict and, if there is one, the remedy or the consequence."""
         verdict = "WRONG" if self.remedy else "WARN " if self.consequence else "ok   "
         advice = self.remedy or self.consequence
         line = printable(f"{verdict}  {self.check}: {self.found}")  # other peers sent some of the text
@@ -79,7 +79,7 @@ def check_binary(path: str | None, *, executable: bool) -> Finding:
     if path is None:
         return Finding("daemon's file", "hivemind was installed without its program p2pd", reinstall)
     if not executable:
-        return Finding("daemon's file", f"{path} must not be run", f"Run: chmod +x {path}")
+        return Finding("daemon's file", f"{path} is not executable", f"Run: chmod +x {path}")
     return Finding("daemon's file", path)
 
 
@@ -89,11 +89,11 @@ def check_port(host: str, port: int, problem: Exception | str | None) -> Finding
     if problem is None:
         return Finding("port", f"{where}: free")
     if not 0 <= port < 1 << 16:
-        return Finding("port", f"{where}: {problem}", "Take a port of 1 to 65535, or 0 for any.")
+        return Finding("port", f"{where}: {problem}", "Use a port from 1 to 65535, or 0 for any.")
     remedy = (
-        f"End the program that listens there (`ss -ltnp 'sport = :{port}'` names it), or take another port."
+        f"End the program that listens there (`ss -ltnp 'sport = :{port}'` names it), or use another port."
         if port
-        else "Take an address of this machine: 127.0.0.1 for itself only, 0.0.0.0 for all of its networks."
+        else "Use an address of this machine: 127.0.0.1 for itself only, 0.0.0.0 for all of its networks."
     )
     return Finding("port", f"{where}: {problem}", remedy)
 
@@ -102,7 +102,7 @@ def check_daemon(problem: str | None, start_s: float) -> Finding:
     """Check that the daemon starts."""
     if problem is None:
         return Finding("daemon", f"starts in {start_s:.1f} s")
-    remedy = "Mend what is named above first. Else: a firewall or a container may forbid it to run or to listen."
+    remedy = "Correct the faults above first. If there are none, a firewall or a container may block the daemon."
     return Finding("daemon", f"does not start: {problem}", remedy)
 
 
@@ -112,8 +112,8 @@ def check_folder(path: str, purpose: str, problem: str | None, free_bytes: int) 
     if problem is not None:
         return Finding(check, f"{path}: {problem}", f"Make {path} a folder that this user may write to.")
     free = f"{path}, {free_bytes / (1 << 30):.1f} GiB free"
-    if free_bytes < LEAST_FREE_BYTES:
-        return Finding(check, free, f"Make room on the disk of {path}: at least {LEAST_FREE_BYTES >> 30} GiB.")
+    if free_bytes < MIN_FREE_BYTES:
+        return Finding(check, free, f"Make room on the disk of {path}: at least {MIN_FREE_BYTES >> 30} GiB.")
     return Finding(check, free)
 
 
@@ -138,24 +138,24 @@ class Obstacle(Enum):
         "it does not answer",
         "Check that the peer still runs, and that the firewalls on the way (a cloud's too) let its port through.",
     )
-    ROUTE = ("there is no way to it", "Check the address, and this machine's network.")
-    PROTOCOL = ("what listens there is no peer", "Check the port: another program has it.")
+    ROUTE = ("no route leads to it", "Check the address, and this machine's network.")
+    PROTOCOL = ("the program that listens there is not a peer", "Check the port: another program uses it.")
     IDENTITY = (
         "another peer listens at that address",
-        "Copy the address again: a peer that was started anew has another id, unless it has an `identity_path`.",
+        "Copy the address again: a restarted peer has another id, unless it has an `identity_path`.",
     )
     STRANGER = (
-        "it is a libp2p peer, but none of lightning_swarm that this one understands",
-        "Install the same version of lightning_swarm here and there.",
+        "it is a libp2p peer, but not of a compatible version of lightning_swarm",
+        "Install the same version of lightning_swarm on both machines.",
     )
     DENIED = (
-        "it does not take the invitation that it was shown",
+        "it rejects the invitation",
         "Ask the run's owner for another one: `lightning-swarm invite`.",
     )
-    CLOCK = ("its clock and this machine's differ, so that no invitation helps", SET_CLOCK)
+    CLOCK = ("its clock and this machine's differ, so it rejects every invitation", SET_CLOCK)
 
-    def __init__(self, what: str, remedy: str) -> None:
-        self.what = what
+    def __init__(self, text: str, remedy: str) -> None:
+        self.text = text
         self.remedy = remedy
 
 
@@ -165,53 +165,53 @@ class DialResult:
 
     address: str  # host and port
     obstacle: Obstacle | None = None
-    detail: str = ""  # message of the system
+    detail: str = ""  # the system's error message
 
 
 def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Finding:
-    """Check that a peer can be reached; the round trip is unknown if no daemon runs here, or without a certificate."""
+    """Check that a peer can be reached. Without a daemon or a certificate here, the round trip is unknown."""
     check = f"peer {dialed.address}"
     if dialed.obstacle is not None:
         detail = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
-        return Finding(check, f"{dialed.obstacle.what}{detail}", dialed.obstacle.remedy)
+        return Finding(check, f"{dialed.obstacle.text}{detail}", dialed.obstacle.remedy)
     if round_trip_s is None:
-        return Finding(check, dialed.detail or "libp2p answers there; who it is needs a daemon here")
+        return Finding(check, dialed.detail or "libp2p answers there; only a daemon here could identify the peer")
     return Finding(check, f"reachable, round trip {round_trip_s * 1e3:.1f} ms")
 
 
 def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
-    """Check that the clocks here and there agree, to within half a round trip."""
-    way = "ahead of" if ahead_s > 0 else "behind"
-    found = f"{address} is {abs(ahead_s):.2f} s {way} this machine"
-    if abs(ahead_s) <= MOST_SKEW_S + round_trip_s / 2:
+    """Check that a peer's clock agrees with this machine's, to within half a round trip."""
+    relation = "ahead of" if ahead_s > 0 else "behind"
+    found = f"{address} is {abs(ahead_s):.2f} s {relation} this machine"
+    if abs(ahead_s) <= MAX_SKEW_S + round_trip_s / 2:
         return Finding("clock", found)
-    return Finding("clock", f"{found}, at most {MOST_SKEW_S:g} s are allowed", SET_CLOCK)
+    return Finding("clock", f"{found}, at most {MAX_SKEW_S:g} s are allowed", SET_CLOCK)
 
 
 def check_protocol(address: str, here: int, there: int) -> Finding:
     """Check that a peer uses the same version of the protocol."""
     if here == there:
         return Finding("protocol", f"version {here} here and at {address}")
-    remedy = "Install the same version of lightning_swarm on both sides."
+    remedy = "Install the same version of lightning_swarm on both machines."
     return Finding("protocol", f"version {here} here, {there} at {address}", remedy)
 
 
 def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
-    """Compare versions. Each of them may differ, but a different torch or CPU makes two kinds of machines."""
+    """Compare versions. All may differ, but machines with another torch or CPU are of different kinds."""
     names = [*here, *(name for name in there if name not in here)]
-    others = [
+    differences = [
         f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"
         for name in names
         if here.get(name) != there.get(name)
     ]
-    same = ", ".join(f"{name} {version}" for name, version in here.items())
-    found = f"differ, which works: {'; '.join(others)}" if others else f"{same}, as here"
     if any(here.get(name) != there.get(name) for name in _ROUNDING if name in here and name in there):
         consequence = (
             "This works. Where both machines hold one stage, portable arithmetic gives them the same weights, and the "
             "stage's optimizer step takes about three times as long. A run with `deterministic=True`, or an optimizer "
-            "without portable arithmetic, gives this machine a stage of its own kind, or refuses it and says why. See "
+            "without portable arithmetic, gives this machine a stage of its own kind, or refuses it with a reason. See "
             "docs/join.md."
         )
-        return Finding(f"versions at {address}", f"differ: {'; '.join(others)}", consequence=consequence)
+        return Finding(f"versions at {address}", f"differ: {'; '.join(differences)}", consequence=consequence)
+    same = ", ".join(f"{name} {version}" for name, version in here.items())
+    found = f"differ, which works: {'; '.join(differences)}" if differences else f"{same}, as here"
     return Finding(f"versions at {address}", found)

@@ -1,4 +1,4 @@
-"""The doctor: checks whether this machine can be a peer, and whether it reaches other peers."""
+"""The doctor: checks whether this machine can be a peer and reaches other peers, as a visitor of their runs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from lightning_swarm.protocol.rpc import RPCS
 from lightning_swarm.trust.credentials import is_untimely
 
 _TIMEOUT_S: Final = 10.0
-_MAX_KNOCKS: Final = 16  # simultaneous connections
+_MAX_PROBES: Final = 16  # simultaneous connections
 _PAUSES_S: Final = (0.5, 1.0)  # between attempts to reach a peer
 _START_TIMEOUT_S: Final = 30.0
 _BY_INVITATION: Final = "reachable; it answers invited peers only. Pass your invitation: `--invite FILE`"
 _SOCKETS: Final = Path("/tmp")  # hivemind puts the daemon's sockets here, whatever TMPDIR says
-_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # the first message of libp2p peers, behind its length
+_MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"  # the first message of libp2p peers, after its length
 
 
 def probe_port(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
-    """Check over a plain socket whether libp2p answers at an address. This does not tell which peer it is."""
+    """Check over a plain socket whether libp2p answers at an address. The peer's id stays unknown."""
     at = str(address.host_port)
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
@@ -66,10 +66,10 @@ def probe_port(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
 def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
     """Return None if the other side answers libp2p's first message with the same message."""
     received = b""
-    with contextlib.suppress(OSError):  # a program of another protocol hangs up, or never answers
+    with contextlib.suppress(OSError):  # a program of another protocol may close the connection, or never answer
         connection.sendall(_MULTISTREAM)
-        while len(received) < len(_MULTISTREAM) and (more := connection.recv(len(_MULTISTREAM) - len(received))):
-            received += more
+        while len(received) < len(_MULTISTREAM) and (chunk := connection.recv(len(_MULTISTREAM) - len(received))):
+            received += chunk
     return None if received == _MULTISTREAM else Obstacle.PROTOCOL
 
 
@@ -77,31 +77,31 @@ def check_answering(addresses: Sequence[Address]) -> None:
     """Raise `InitialPeersSilent` if libp2p answers at none of these addresses, in a few attempts."""
     dialed: list[DialResult] = []
     for pause_s in (*_PAUSES_S, 0.0):
-        dialed = _knock_until_one_answers(addresses)
-        if any(one.obstacle is None for one in dialed):
+        dialed = _probe_until_answer(addresses)
+        if any(result.obstacle is None for result in dialed):
             return
-        if not any(one.obstacle is Obstacle.REFUSED for one in dialed):  # else a peer may just be starting
+        if not any(result.obstacle is Obstacle.REFUSED for result in dialed):  # else a peer may be starting
             break
         time.sleep(pause_s)
     if addresses:
         raise InitialPeersSilent(" ".join(map(_complaint, addresses, dialed)))
 
 
-def _knock_until_one_answers(addresses: Sequence[Address]) -> list[DialResult]:
-    """Knock at all addresses at once. Return the result of the first that answers; if none does, all in order."""
-    pool = ThreadPoolExecutor(_MAX_KNOCKS)
+def _probe_until_answer(addresses: Sequence[Address]) -> list[DialResult]:
+    """Probe all addresses at once. Return the first answer's result alone or, without any, all results in order."""
+    pool = ThreadPoolExecutor(_MAX_PROBES)
     try:
-        knocks = [pool.submit(probe_port, address) for address in addresses]
-        for done in as_completed(knocks):
+        probes = [pool.submit(probe_port, address) for address in addresses]
+        for done in as_completed(probes):
             if done.result().obstacle is None:
                 return [done.result()]
-        return [one.result() for one in knocks]
+        return [probe.result() for probe in probes]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # a silent address would take until the timeout
 
 
 def explain(addresses: Sequence[Address]) -> str:
-    """Explain why no peer of these ids was reached, though libp2p answers at one of the addresses."""
+    """Explain why no peer was reached under its id, although libp2p answers at one of the addresses."""
     dialed = {address: probe_port(address) for address in addresses}
     answering = [address for address, found in dialed.items() if found.obstacle is None]
     dialed.update(zip(answering, (found for found, _ in greet_all(answering)), strict=True))
@@ -110,19 +110,19 @@ def explain(addresses: Sequence[Address]) -> str:
 
 def _complaint(address: Address, dialed: DialResult) -> str:
     """Return the sentences of an error: the rule for an address, the obstacle that was found, and its remedy."""
-    obstacle = dialed.obstacle or Obstacle.SILENCE  # the peer has started meanwhile
+    obstacle = dialed.obstacle or Obstacle.SILENCE  # the peer has started since
     detail = f" ({dialed.detail})" if dialed.detail else ""
     return (
-        f"a peer to join must answer at the address that names it, {address}: {obstacle.what}{detail}. "
+        f"a peer to join must answer at the address that names it, {address}: {obstacle.text}{detail}. "
         f"{obstacle.remedy}"
     )
 
 
 @dataclass(frozen=True)
 class Visitor:
-    """A peer that looks at a run, and takes no part in it."""
+    """A peer that examines a run, and takes no part in it."""
 
-    certify: Certify | None = None  # None: it has no certificate to show
+    certify: Certify | None = None  # issues its certificate; None: it has none
     is_guess: bool = False  # the certificate may be for another run, or the run may take any peer
 
     async def introduce(self, transport: BaseTransport, peer: PeerId) -> None:
@@ -142,7 +142,7 @@ ANYONE: Final = Visitor()
 def visit(name: str, visitor: Visitor = ANYONE, **options: Any) -> Iterator[tuple[Runtime, BaseTransport]]:
     """Join the network, but no run, until the context ends; `options` are passed to `hivemind.start`."""
     from lightning_swarm.core.event_loop import ThreadRuntime
-    from lightning_swarm.network import hivemind  # takes a second, and is only needed here
+    from lightning_swarm.network import hivemind  # this import takes a second, and only visits need it
 
     with contextlib.closing(ThreadRuntime(name)) as runtime:
         transport, directory = runtime.run(hivemind.start(certify=visitor.certify, rpcs=RPCS, **options))
@@ -165,7 +165,7 @@ def greet_all(
 async def _greet(
     transport: BaseTransport, address: Address, visitor: Visitor = ANYONE
 ) -> tuple[DialResult, GreetingResult | None]:
-    """Connect to one address, and exchange greetings; the result names the obstacle where that fails."""
+    """Connect to one address, and exchange greetings. A failure is returned as the result's obstacle."""
     at, obstacle = str(address.host_port), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
@@ -249,7 +249,7 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
     try:
         with visit("doctor", listen=HostPort(host, port), startup_timeout=_START_TIMEOUT_S):
             took_s = time.monotonic() - begin_s
-    except Exception as error:  # noqa: BLE001 - whatever it is, the doctor reports it
+    except Exception as error:  # noqa: BLE001 - the doctor reports any error
         return f"{type(error).__name__}: {error}", time.monotonic() - begin_s
     return None, took_s
 

@@ -33,13 +33,13 @@ _HEADS: Final = ("peer", "role", "invitation", "uses", "in the run")
 
 @dataclass(frozen=True)
 class RunMember:
-    """A peer that ever came to a run, or that was banned from it."""
+    """A peer that ever joined a run, or that was banned from it."""
 
     peer_id: str
     role: str | None  # None: it does not answer
-    invitation: str | None  # its number in hex; None: the peer never came, or the run takes any peer
+    invitation: str | None  # its number in hex; None: the peer never joined, or the run has no invitations
     uses: tuple[int, int]  # number of the invitation's uses so far, and of all permitted uses
-    parts: tuple[str, ...]  # the peer's present parts in the run, in words; empty: it is gone
+    parts: tuple[str, ...]  # the peer's present parts in the run, such as "stage 0" or "lead"; empty: it is gone
     banned: str | None  # the reason; None: not banned
     convicted: str | None = None  # the reason; None: not convicted
 
@@ -54,32 +54,33 @@ class Members:
         try:
             runtime.run(transport.connect([address.maddr]))
             runtime.run(visitor.introduce(transport, address.peer_id))
-            looking = survey.ask_all(transport, address.peer_id, address.maddr, timeout=timeout)
-            self._sightings: Sequence[Sighting] = runtime.run(looking)
+            answers = survey.ask_all(transport, address.peer_id, address.maddr, timeout=timeout)
+            self._sightings: Sequence[Sighting] = runtime.run(answers)
         except AccessDenied:
             raise
         except PeerError as error:
             raise Unreachable(
                 f"{address} does not answer: {shorten(str(error))} Ask another peer of the run."
             ) from error
-        self._roles = {one.peer_id: one.role for one in self._sightings}
+        self._roles = {sighting.peer_id: sighting.role for sighting in self._sightings}
 
     @property
     def view(self) -> RunView | None:
-        """The run as one of its servers reports the run; None: no answering peer is in a run."""
-        # Ask keepers first, whose reports need no confirmation.
-        for one in sorted(self._sightings, key=lambda one: not is_certified_keeper(self._transport, one.peer_id)):
-            if one.report is not None and one.report.server is not None:
-                view = self._runtime.run(ask_view(self._transport, one.peer_id, timeout=self._timeout))
+        """The view of the run that one of its servers reports; None: no answering peer is in a run."""
+        # Keepers come first, because their reports need no confirmation.
+        for asked in sorted(self._sightings, key=lambda each: not is_certified_keeper(self._transport, each.peer_id)):
+            if asked.report is not None and asked.report.server is not None:
+                view = self._runtime.run(ask_view(self._transport, asked.peer_id, timeout=self._timeout))
                 if view is not None:
                     return view
         return None
 
     def ask_lead(self, request: RunTextRequest, *, timeout: float) -> RunText:
         """Send a prompt to the run's lead, and return its continuation."""
-        leads = [one.report.server.lead for one in self._sightings if one.report is not None and one.report.server]
+        reports = [sighting.report for sighting in self._sightings if sighting.report is not None]
+        leads = [report.server.lead for report in reports if report.server]
         if not leads:
-            raise ConfigError("no peer that answers is in a run, so nothing trains there. Ask when the run has begun.")
+            raise ConfigError("a text needs a run, and no answering peer is in one. Ask again once the run has begun.")
         lead = PeerId(Counter(leads).most_common(1)[0][0])
         return self._runtime.run(RUN_TEXT.ask(self._transport, lead, request, timeout=timeout))
 
@@ -88,20 +89,21 @@ class Members:
         view = self.view
         if view is None:
             raise ConfigError(
-                f"a run lists its members once it has begun, and no peer that {self._first} knows is in one. "
-                "Call this again when it trains."
+                f"a run lists its members once it has begun, and no peer that {self._first} knows is in a run. "
+                "Call this again once it trains."
             )
         return members_of(view, self._roles)
 
     def has_seen(self, peer: PeerId) -> bool:
-        """Return whether a peer ever came to the run, was banned from it, or announces itself now."""
+        """Return whether a peer ever joined the run, was banned from it, or announces itself now."""
         view = self.view
         found = [] if view is None else members_of(view, {})
-        return peer in {*self._roles, *(one.peer_id for one in found)}
+        return peer in {*self._roles, *(member.peer_id for member in found)}
 
     def invitations_of(self, peer: PeerId) -> list[str]:
-        """Return the numbers of the invitations by which a peer came, in hex."""
-        return [one.invitation for one in self.members() if one.peer_id == peer and one.invitation is not None]
+        """Return the numbers of the invitations with which a peer joined, in hex."""
+        found = [member.invitation for member in self.members() if member.peer_id == peer]
+        return [invitation for invitation in found if invitation is not None]
 
     def banned_invitations_of(self, peer: PeerId) -> list[str]:
         """Return a peer's invitations that the newest record lists as banned, in hex; none if no run has begun."""
@@ -109,22 +111,23 @@ class Members:
         if seats is None or isinstance(seats.invitations, UnsetType):
             return []
         subjects = {ban.subject for ban in bans_in(seats.bans)}
-        return [one.number.hex() for one in seats.invitations if peer in one.peers and one.number.hex() in subjects]
+        numbers = [invitation.number.hex() for invitation in seats.invitations if peer in invitation.peers]
+        return [number for number in numbers if number in subjects]
 
     def send_ban(self, signed: bytes) -> dict[PeerId, str | None]:
-        """Send a signed ban of the owner to all peers; returns each peer's reason to refuse it, or None."""
+        """Send a ban that the owner signed to all peers, and return each peer's reason to refuse it, or None."""
         return self._runtime.run(self._send_ban(signed))
 
     async def _send_ban(self, signed: bytes) -> dict[PeerId, str | None]:
-        async def tell(peer: PeerId) -> str | None:
+        async def send(peer: PeerId) -> str | None:
             try:
                 await BAN.ask(self._transport, peer, signed, timeout=self._timeout)
             except SwarmError as error:
                 return shorten(str(error))
             return None
 
-        peers = [one.peer_id for one in self._sightings]
-        return dict(zip(peers, await gather(map(tell, peers)), strict=True))
+        peers = [sighting.peer_id for sighting in self._sightings]
+        return dict(zip(peers, await gather(map(send, peers)), strict=True))
 
 
 @contextmanager
@@ -135,18 +138,18 @@ def asking(address: Address, *, timeout: float, visitor: Visitor) -> Iterator[Me
 
 
 def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMember]:
-    """Return all peers that ever came to a run, present members first, and all banned peers and invitations. Pure."""
-    # In a run that takes any peer, only present members and convicted peers are known.
+    """Return all peers that ever joined a run, present members first, and all banned peers and invitations. Pure."""
+    # In a run without invitations, only present members and convicted peers are known.
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
-    convicted = {str(one.peer): printable(one.reason) for one in seats.convicted or ()}
+    convicted = {str(conviction.peer): printable(conviction.reason) for conviction in seats.convicted or ()}
     found, named = list[RunMember](), set[str]()
-    for one in seats.invitations or ():
-        number = one.number.hex()
-        for peer in one.peers:
+    for invitation in seats.invitations or ():
+        number = invitation.number.hex()
+        for peer in invitation.peers:
             named.add(peer)
             reason = banned.get(peer, banned.get(number))
-            uses = (len(one.peers), one.uses)
+            uses = (len(invitation.peers), invitation.uses)
             found.append(
                 RunMember(peer, roles.get(peer), number, uses, _parts(view, peer), reason, convicted.get(peer))
             )
@@ -156,18 +159,19 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
             RunMember(peer, None, None, (0, 0), _parts(view, PeerId(peer)), None, convicted.get(peer))
             for peer in sorted(peers)
         ]
-    numbers = {one.invitation for one in found}
+    numbers = {member.invitation for member in found}
     found += [
         RunMember(subject, None, None, (0, 0), (), reason)
         for subject, reason in banned.items()
         if subject not in named | numbers
     ]
-    return sorted(found, key=lambda one: (not one.parts, one.banned is not None, one.parts, one.peer_id))
+    return sorted(found, key=lambda member: (not member.parts, member.banned is not None, member.parts, member.peer_id))
 
 
 def _parts(view: RunView, peer: PeerId) -> tuple[str, ...]:
     """Name a peer's present parts in the run: its stages, training, leading and coordinating."""
-    stages = [index for index, roster in enumerate(view.seats.rosters) if any(one.peer_id == peer for one in roster)]
+    rosters = enumerate(view.seats.rosters)
+    stages = [index for index, roster in rosters if any(member.peer_id == peer for member in roster)]
     parts = [] if view.manifest.is_whole else [f"stage {index}" for index in stages]
     if peer in view.seats.trainers:
         parts.append("lead" if peer == view.manifest.lead else "trains")
@@ -180,13 +184,13 @@ def table(run_id: str, members: Collection[RunMember]) -> str:
     """Format the members as a table."""
     rows = [
         (
-            one.peer_id,
-            one.role or "?",
-            "-" if one.invitation is None else one.invitation[:8],
-            "-" if one.invitation is None else f"{one.uses[0]}/{one.uses[1]}",
-            _state(one),
+            member.peer_id,
+            member.role or "?",
+            "-" if member.invitation is None else member.invitation[:8],
+            "-" if member.invitation is None else f"{member.uses[0]}/{member.uses[1]}",
+            _state(member),
         )
-        for one in members
+        for member in members
     ]
     return "\n".join([f"run {run_id!r}", "", *table_lines([_HEADS, *rows])])
 

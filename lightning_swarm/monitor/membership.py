@@ -19,19 +19,19 @@ _DIED = "died or was cut off"
 
 @dataclass(frozen=True)
 class MembershipLine:
-    """A sentence about a change of one peer, or of one stage's kinds of machines."""
+    """A log line about one peer, or about the kinds of machines that hold one stage."""
 
     level: int  # a level of `logging`
     text: str
 
 
 class Membership:
-    """The members of a run, as records changed them so far. Uses no clock and no network."""
+    """Follows the members of a run through its records. Uses no clock and no network."""
 
     def __init__(self, run: RunState, addresses: Mapping[PeerId, Sequence[str]]) -> None:
         self._is_whole = run.manifest.is_whole
         self._places: dict[PeerId, str] = {}  # host and port
-        self._locate(addresses)
+        self._set_places(addresses)
         self._rosters, self._trainers = _members(run)
         self._mixed: frozenset[int] = frozenset()  # stages that the newest record steps by portable arithmetic
         self._tied = {index for group in run.ties.groups() for index in group}  # stages that share parameters
@@ -39,37 +39,37 @@ class Membership:
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
         """Apply the next record; return lines for added and removed peers, and for changed kinds of machines."""
-        self._locate({one.member.peer_id: one.addresses for one in record.newcomers})
-        came, went = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
+        self._set_places({newcomer.member.peer_id: newcomer.addresses for newcomer in record.newcomers})
+        joined, gone = defaultdict[PeerId, list[int]](list), defaultdict[PeerId, list[int]](list)
         for vacancy in record.left:
-            went[vacancy.member.peer_id].append(vacancy.stage_index)
+            gone[vacancy.member.peer_id].append(vacancy.stage_index)
             self._rosters[vacancy.stage_index].discard(vacancy.member.peer_id)
         for newcomer in record.newcomers:
-            came[newcomer.member.peer_id].append(newcomer.stage_index)
+            joined[newcomer.member.peer_id].append(newcomer.stage_index)
             self._rosters[newcomer.stage_index].add(newcomer.member.peer_id)
-        went |= {peer: went[peer] for peer in record.retired if peer not in self._dead}
-        came |= {peer: came[peer] for peer in record.enlisted}
+        gone |= {peer: gone[peer] for peer in record.retired if peer not in self._dead}
+        joined |= {peer: joined[peer] for peer in record.enlisted}
         self._trainers = (self._trainers - {*record.retired}) | {*record.enlisted}
-        movers = {one.member.peer_id for one in record.departures}  # servers that move to another stage
-        self._dead |= {peer for peer in went if peer in record.closing.absent} - movers
-        reasons = dict.fromkeys(self._dead & went.keys(), _DIED)
+        movers = {vacancy.member.peer_id for vacancy in record.departures}  # servers that move to another stage
+        self._dead |= {peer for peer in gone if peer in record.closing.absent} - movers
+        reasons = dict.fromkeys(self._dead & gone.keys(), _DIED)
         reasons |= {
-            one.member.peer_id: f"was left out, because its weights differ ({shorten(one.reason)})"
-            for one in record.left
-            if one.reason
+            vacancy.member.peer_id: f"was left out, because its weights differ ({shorten(vacancy.reason)})"
+            for vacancy in record.left
+            if vacancy.reason
         }
-        reasons |= dict.fromkeys(banned_among(went, run.bans, run.invitations), "was expelled by the run's owner")
-        reasons |= {one.peer: "was convicted of false work" for one in record.convicted or ()}
-        lines = [self._gone(peer, stages, reasons.get(peer)) for peer, stages in went.items()]
-        self._dead -= came.keys()
-        lines += [self._joined(peer, stages) for peer, stages in came.items()]
+        reasons |= dict.fromkeys(banned_among(gone, run.bans, run.invitations), "was expelled by the run's owner")
+        reasons |= {conviction.peer: "was convicted of false work" for conviction in record.convicted or ()}
+        lines = [self._gone_line(peer, stages, reasons.get(peer)) for peer, stages in gone.items()]
+        self._dead -= joined.keys()
+        lines += [self._joined_line(peer, stages) for peer, stages in joined.items()]
         self._dead &= self._trainers
-        if went:
+        if gone:
             self._places = {peer: place for peer, place in self._places.items() if peer in self._all}
-        return lines + self._kinds(record)
+        return lines + self._kind_lines(record)
 
-    def _kinds(self, record: Record) -> list[MembershipLine]:
-        """Return a line for each stage whose servers became, or no longer are, machines of several kinds."""
+    def _kind_lines(self, record: Record) -> list[MembershipLine]:
+        """Return a line for each stage whose servers are of several kinds now, or are again of one kind."""
         before, self._mixed = self._mixed, frozenset(record.portable or ())
         changed = sorted(before ^ self._mixed)
         return [MembershipLine(logging.INFO, self._kind_line(stage, record.step)) for stage in changed]
@@ -86,38 +86,39 @@ class Membership:
         return f"{name} is on machines of one kind again from step {step} on: the optimizer steps at full speed"
 
     def catch_up(self, run: RunState) -> list[MembershipLine]:
-        """Apply a rollback, which has no record. Returns a line for each peer that the run lost or gained."""
-        before, former = self._all, self._rosters
+        """Apply a rollback, which has no record, and return a line for each peer that the run lost or gained."""
+        former_peers, former_rosters = self._all, self._rosters
         self._rosters, self._trainers = _members(run)
         self._dead.clear()
-        lost, new = sorted(before - self._all), sorted(self._all - before)
-        lines = [self._gone(peer, _stages_of(peer, former), _DIED) for peer in lost]
-        return lines + [self._joined(peer, _stages_of(peer, self._rosters)) for peer in new]
+        lost, new = sorted(former_peers - self._all), sorted(self._all - former_peers)
+        lines = [self._gone_line(peer, _stages_of(peer, former_rosters), _DIED) for peer in lost]
+        return lines + [self._joined_line(peer, _stages_of(peer, self._rosters)) for peer in new]
 
-    def _locate(self, addresses: Mapping[PeerId, Sequence[str]]) -> None:
+    def _set_places(self, addresses: Mapping[PeerId, Sequence[str]]) -> None:
         self._places |= {peer: place for peer, maddrs in addresses.items() if (place := place_of(maddrs)) is not None}
 
     @property
     def _all(self) -> set[PeerId]:
         return self._trainers.union(*self._rosters) - self._dead
 
-    def _joined(self, peer: PeerId, stages: Sequence[int]) -> MembershipLine:
-        # Without new stages the peer is new as a trainer; if it has stages, it was in the run before.
+    def _joined_line(self, peer: PeerId, stages: Sequence[int]) -> MembershipLine:
+        # A peer without new stages is a new trainer; if it serves stages, it was in the run before.
         verb = "joined" if stages or not _stages_of(peer, self._rosters) else "trains now"
         return MembershipLine(logging.INFO, self._line(peer, verb, stages, "{} now has {}"))
 
-    def _gone(self, peer: PeerId, stages: Sequence[int], reason: str | None) -> MembershipLine:
+    def _gone_line(self, peer: PeerId, stages: Sequence[int], reason: str | None) -> MembershipLine:
         verb = reason
         if verb is None and peer in self._all:  # it remains in another part of the run
-            verb = f"left {' and '.join(f'stage {stage}' for stage in stages)}" if stages else "trains no more"
-        elif verb is None:  # whether a trainer left or died, the record does not say
+            verb = f"left {' and '.join(f'stage {stage}' for stage in stages)}" if stages else "no longer trains"
+        elif verb is None:  # the record does not state whether a trainer left or died
             verb = "left" if stages else "is no longer in the run"
         level = logging.INFO if reason is None else logging.WARNING
         return MembershipLine(level, self._line(peer, verb, stages, "{} has {} left"))
 
-    def _line(self, peer: PeerId, verb: str, stages: Sequence[int], form: str) -> str:
+    def _line(self, peer: PeerId, verb: str, stages: Sequence[int], template: str) -> str:
         place = f" ({self._places[peer]})" if peer in self._places else ""
-        counts = [] if self._is_whole else [form.format(f"stage {one}", self._num_servers(one)) for one in stages]
+        stages = () if self._is_whole else stages
+        counts = [template.format(f"stage {stage}", self._num_servers(stage)) for stage in stages]
         trainers = self._trainers - self._dead
         if len(trainers) > 1 or not counts:
             counts.append(_number(len(trainers), "trainer"))

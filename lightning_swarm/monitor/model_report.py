@@ -25,8 +25,8 @@ class ObservedServer:
     free_text_bytes: int  # memory for further texts
     num_texts: int
     tokens_per_s: float  # over the last seconds, mean of its stages
-    stage_ms: float  # mean milliseconds of a token at one stage; 0: not measured
-    has_files: bool  # gives other peers the model's files
+    stage_ms: float  # mean milliseconds that one stage takes for a token; 0: not measured
+    has_files: bool  # sends the model's files to other peers
     is_leaving: bool
 
 
@@ -50,7 +50,7 @@ def summarize_model(found: ModelServers) -> ModelReport:
     """Convert a server's answer into a report; `ProtocolError` if it names stages that the model does not have."""
     num_stages = len(found.stage_bytes)
     if any(offer.stages.stop > num_stages for offer in found.servers.values()):
-        raise ProtocolError(f"servers of a model must serve some of its {num_stages} stages, got others in an answer")
+        raise ProtocolError(f"servers of a model must serve some of its {num_stages} stages, got other stages")
     return ModelReport(
         model=found.model,
         kind=printable(found.kind),
@@ -82,16 +82,16 @@ def _server(peer: str, offer: ServerOffer, sizes: Sequence[int]) -> ObservedServ
 def model_table(report: ModelReport) -> str:
     """Format a report as a table with a line for each server, below a headline and the stages without a server."""
     stages = range(len(report.stage_bytes))
-    taking = [server.stages for server in report.servers if not server.is_leaving]
-    holders = [sum(stage in held for held in taking) for stage in stages]
-    alone = [stage for stage in stages if holders[stage] == 1]
+    held = [server.stages for server in report.servers if not server.is_leaving]
+    counts = [sum(stage in served for served in held) for stage in stages]
+    single = [stage for stage in stages if counts[stage] == 1]
     # A text has a session at a server of each stage.
     num_texts = max(sum(server.num_texts for server in report.servers if stage in server.stages) for stage in stages)
     texts = f"{num_texts} text{'s' if num_texts != 1 else ''}, {report.tokens_per_s:.1f} tokens/s"
     model = f"model {report.kind} {report.model[:12]}, {report.weights}"
-    lines = [f"{model}: {texts}", coverage(report.stage_bytes, taking)]
-    if alone and len(alone) < len(stages):
-        lines.append(f"No other server could continue the texts of {named_stages(alone)}.")
+    lines = [f"{model}: {texts}", coverage(report.stage_bytes, held)]
+    if single and len(single) < len(stages):
+        lines.append(f"No other server could continue the texts of {named_stages(single)}.")
     rows = [
         (
             _first_to_last(server.stages),
@@ -154,7 +154,7 @@ def named_stages(stages: Sequence[int]) -> str:
 
 
 def changes(before: Mapping[str, range], now: Mapping[str, range]) -> list[str]:
-    """Return a phrase for each server that came, left or moved. Both arguments: peer -> its stages."""
+    """Return a phrase for each server that joined, left or moved. Both arguments map a peer to its stages."""
     found = [f"{short_name(peer)} left" for peer in before.keys() - now.keys()]
     for peer, stages in now.items():
         if before.get(peer) != stages:

@@ -1,4 +1,4 @@
-"""Surveys a live swarm by the reports of its peers, and changes nothing."""
+"""Surveys a live swarm by the reports of its peers, and answers the surveys of other peers. Changes nothing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _Answer = TypeVar("_Answer")
 KnownServers = Callable[[], Awaitable[Mapping[PeerId, Sequence[str]]]]  # known servers -> their addresses
 
 
-def answer(transport: Transport, report: Callable[[], PeerReport], others: KnownServers) -> None:
-    """Register the answers to any peer that asks for this peer's report, or for the servers that it knows."""
+def answer(transport: Transport, report: Callable[[], PeerReport], known_servers: KnownServers) -> None:
+    """Answer requests of any peer for this peer's report, or for the servers that it knows."""
 
     async def handle_report(caller: PeerId, _: None) -> PeerReport:
         return report()
@@ -47,7 +47,7 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
     async def handle_others(caller: PeerId, _: None) -> OtherPeers:
         found = [
             OtherPeer(peer_id=peer, addresses=list(addresses)[:_MAX_ADDRESSES])
-            for peer, addresses in (await others()).items()
+            for peer, addresses in (await known_servers()).items()
         ]
         return OtherPeers(peers=found[:_MAX_OTHERS])
 
@@ -56,11 +56,11 @@ def answer(transport: Transport, report: Callable[[], PeerReport], others: Known
 
 
 async def ask_all(transport: Transport, first: PeerId, address: str, *, timeout: float) -> list[Sighting]:
-    """Ask the connected peer `first`, then all servers that it knows. The problems of silent servers are reported."""
-    places = await others_of(transport, first, timeout=timeout)
+    """Ask the connected peer `first`, then all servers that it knows. A silent server is listed with its problem."""
+    known = await others_of(transport, first, timeout=timeout)
     own = await _ask(transport, first, (address,), timeout, connected=True)
-    rest = {peer: places[peer] for peer in sorted(places) if peer != first}
-    return [own, *await gather(_ask(transport, peer, where, timeout) for peer, where in rest.items())]
+    rest = {peer: known[peer] for peer in sorted(known) if peer != first}
+    return [own, *await gather(_ask(transport, peer, addresses, timeout) for peer, addresses in rest.items())]
 
 
 async def others_of(transport: Transport, peer: PeerId, *, timeout: float) -> dict[PeerId, list[str]]:
@@ -97,7 +97,7 @@ async def _ask(
 
 
 def place_of(addresses: Sequence[str]) -> str | None:
-    """Return the host and port of a peer as printable text, if possible of an address that other machines can use."""
+    """Return a peer's host and port as printable text, preferably of an address that other machines can use."""
     parsed = Address.parse_all(addresses)
     return printable(str(most_reachable(parsed).host_port)) if parsed else None
 
@@ -107,7 +107,7 @@ def watch_reports(
 ) -> Generator[SwarmReport | ModelReport]:
     """Yield reports of the run that a peer belongs to, or of the model that it serves, every `every_s` seconds.
 
-    Rates of a run are since the report before; see `watch_sightings`.
+    A run's rates are averages since the previous report; see `watch_sightings` for the arguments.
     """
     before: Sequence[Sighting] = ()
     with contextlib.closing(_watch(_ask_either, address, every_s, timeout, visitor)) as answers:
@@ -135,7 +135,7 @@ async def _ask_either(
 def watch_sightings(
     address: Address, *, every_s: float | None, timeout: float, visitor: Visitor = ANYONE
 ) -> Generator[Sequence[Sighting]]:
-    """Yield the answers of a peer and of all servers that it knows, every `every_s` seconds; None: once."""
+    """Yield the answers of a peer and of all servers that it knows, every `every_s` seconds, or once if None."""
     return _watch(ask_all, address, every_s, timeout, visitor)
 
 
@@ -151,7 +151,7 @@ def _watch(
             try:
                 runtime.run(transport.connect([address.maddr]))
             except PeerError as error:
-                raise Unreachable(_explain(address, timeout)) from error
+                raise Unreachable(_unreachable_text(address, timeout)) from error
             try:
                 runtime.run(visitor.introduce(transport, address.peer_id))
                 now = runtime.run(ask(transport, address.peer_id, address.maddr, timeout=timeout))
@@ -159,8 +159,8 @@ def _watch(
                 raise
             except PeerError as error:
                 raise Unreachable(
-                    f"{address} does not answer: {shorten(str(error))} Ask another peer of the run, or find out what "
-                    f"is in the way: lightning-swarm doctor --peer {address}"
+                    f"{address} does not answer: {shorten(str(error))} Ask another peer of the run, or look for "
+                    f"the obstacle: lightning-swarm doctor --peer {address}"
                 ) from error
             yield now
             if every_s is None:
@@ -168,9 +168,9 @@ def _watch(
             time.sleep(every_s)
 
 
-def _explain(address: Address, timeout: float) -> str:
-    """Explain why libp2p does not reach a peer, by the result of a plain connection."""
+def _unreachable_text(address: Address, timeout: float) -> str:
+    """Explain why libp2p cannot reach a peer, after trying a plain connection."""
     dialed = probe_port(address, timeout=timeout)
     obstacle = dialed.obstacle or Obstacle.IDENTITY  # libp2p answers there, so the peer has another id
     detail = f" ({dialed.detail})" if dialed.detail else ""
-    return f"{address} cannot be reached: {obstacle.what}{detail}. {obstacle.remedy} Or ask another peer of the run."
+    return f"{address} cannot be reached: {obstacle.text}{detail}. {obstacle.remedy} Or ask another peer of the run."

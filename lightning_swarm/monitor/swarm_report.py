@@ -20,7 +20,7 @@ if no coordinator answers), `steps_per_minute`, `stages` (a list of peer ids for
 the stage that the trainers compute: the layers around the pipeline or, if it is the only stage, a model that is not
 cut; or null), `portable` (the stages that took the newest step by portable arithmetic) and `peers`. Each peer has
 `peer_id`, `place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it
-waits for a run), `samples_per_s` (forward through each of its stages but the trainers'), `queued` (jobs),
+waits for a run), `samples_per_s` (forward through each of its stages except the trainers'), `queued` (jobs),
 `sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null in a run that takes any peer),
 `refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine;
 machines of one kind compute the same bits).
@@ -29,9 +29,9 @@ machines of one kind compute the same bits).
 
 _DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
 
-_BEGINNING: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
-# The report of a peer that takes part in no run.
-_NO_PART: Final = ServerReport(
+_EMPTY_REPORT: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
+# The report of a server that is in no run.
+_EMPTY_SERVER_REPORT: Final = ServerReport(
     lead="", coordinator="", num_stages=0, stages=[], trainers_stage=None,
     first_step=0, step=0, age_s=0.0, num_samples=0, queued=0,
 )  # fmt: skip
@@ -48,7 +48,7 @@ class Sighting:
 
     @property
     def role(self) -> str | None:
-        """The role in the peer's certificate; None: its run takes any peer, or the peer did not answer."""
+        """The role in the peer's certificate; None: its run has no invitations, or the peer did not answer."""
         if self.report is None or isinstance(self.report.role, UnsetType):
             return None
         return printable(self.report.role)
@@ -56,7 +56,7 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedPeer:
-    """One peer of a swarm, with average rates since the previous survey or, in the first one, since the peer began."""
+    """One peer of a swarm, with average rates since the previous survey or, without one, since the peer began."""
 
     peer_id: str
     place: str  # host and port
@@ -90,7 +90,7 @@ class SwarmReport:
 
     @property
     def is_whole(self) -> bool:
-        """True if nothing is cut: each trainer holds the model, and computes it itself."""
+        """True if the model is not cut: each trainer holds and computes all of it."""
         return self.trainers_stage is not None and len(self.stages) == 1
 
 
@@ -98,8 +98,8 @@ def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) ->
     """Combine the answers of a survey into a report, with rates since the survey `before`, if any."""
     reports, earlier = _reports(sightings), _reports(before)
     servers = {peer: report.server for peer, report in reports.items() if report.server}
-    past = {peer: _same_life(report, earlier.get(peer)) for peer, report in reports.items()}
-    peers = tuple(_peer(sighting, past.get(sighting.peer_id, _BEGINNING)) for sighting in sightings)
+    past = {peer: _earlier_report(report, earlier.get(peer)) for peer, report in reports.items()}
+    peers = tuple(_peer(sighting, past.get(sighting.peer_id, _EMPTY_REPORT)) for sighting in sightings)
     num_stages = max((server.num_stages for server in servers.values()), default=0)
     coordinator = next((peer for peer, server in servers.items() if server.coordinator == peer), None)
     newest = servers[coordinator].newest if coordinator else None
@@ -118,9 +118,9 @@ def _reports(sightings: Sequence[Sighting]) -> dict[PeerId, PeerReport]:
     return {sighting.peer_id: sighting.report for sighting in sightings if sighting.report is not None}
 
 
-def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
-    now, peer = sighting.report or _BEGINNING, sighting.peer_id
-    server, elapsed_s = now.server or _NO_PART, now.age_s - old.age_s
+def _peer(sighting: Sighting, earlier: PeerReport) -> ObservedPeer:
+    now, peer = sighting.report or _EMPTY_REPORT, sighting.peer_id
+    server, elapsed_s = now.server or _EMPTY_SERVER_REPORT, now.age_s - earlier.age_s
     return ObservedPeer(
         peer_id=peer,
         place=sighting.place,
@@ -131,22 +131,22 @@ def _peer(sighting: Sighting, old: PeerReport) -> ObservedPeer:
         role=sighting.role,
         refused=now.refused,
         step=server.step if now.server else None,
-        samples_per_s=_rates(server, old.server)[0],
+        samples_per_s=_rates(server, earlier.server)[0],
         queued=server.queued,
-        sent_gb_per_hour=_per(now.sent_bytes - old.sent_bytes, elapsed_s) * 3600 / 1e9,
-        received_gb_per_hour=_per(now.received_bytes - old.received_bytes, elapsed_s) * 3600 / 1e9,
+        sent_gb_per_hour=_rate(now.sent_bytes - earlier.sent_bytes, elapsed_s) * 3600 / 1e9,
+        received_gb_per_hour=_rate(now.received_bytes - earlier.received_bytes, elapsed_s) * 3600 / 1e9,
         peak_gb=server.peak_bytes / 1e9 if server.peak_bytes is not None else None,
         arithmetic=server.arithmetic,
         age_s=now.age_s,
     )
 
 
-def _same_life(now: PeerReport, before: PeerReport | None) -> PeerReport:
+def _earlier_report(now: PeerReport, before: PeerReport | None) -> PeerReport:
     """Return the same process's earlier report, or an empty one if it has restarted or joined another run since."""
     if before is None or before.age_s >= now.age_s or before.sent_bytes > now.sent_bytes:
-        return _BEGINNING
+        return _EMPTY_REPORT
     if now.server and before.server and before.server.age_s >= now.server.age_s:
-        return _BEGINNING
+        return _EMPTY_REPORT
     return before
 
 
@@ -155,10 +155,10 @@ def _rates(now: ServerReport, past: ServerReport | None) -> tuple[float, float]:
     elapsed_s = now.age_s - (past.age_s if past else 0.0)
     num_samples = now.num_samples - (past.num_samples if past else 0)
     num_steps = now.step - (past.step if past else now.first_step)
-    return _per(num_samples, elapsed_s), 60 * _per(num_steps, elapsed_s)
+    return _rate(num_samples, elapsed_s), 60 * _rate(num_steps, elapsed_s)
 
 
-def _per(count: float, elapsed_s: float) -> float:
+def _rate(count: float, elapsed_s: float) -> float:
     return max(count, 0) / elapsed_s if elapsed_s > 0 else 0.0
 
 
@@ -183,7 +183,7 @@ _COLUMNS: Final[Mapping[str, Callable[[ObservedPeer], str]]] = {
 
 
 def table(swarm: SwarmReport) -> str:
-    """Format a swarm as a table: a line for each stage of each peer, then the peers that hold none."""
+    """Format a swarm as a table: a line for each stage of each peer, then the peers without a stage."""
     rows = [
         _row(_stage(swarm, index), peer, is_trainers=index == swarm.trainers_stage)
         for index in range(len(swarm.stages))
@@ -204,7 +204,7 @@ def table(swarm: SwarmReport) -> str:
         if peer.problem
     ]
     lines += [
-        f"{short_name(peer.peer_id)} refused {peer.refused} requests, of peers without a certificate that permits them"
+        f"{short_name(peer.peer_id)} refused {peer.refused} requests that their peers' certificates do not permit"
         for peer in swarm.peers
         if peer.refused
     ]
@@ -219,7 +219,7 @@ def _mixed_lines(swarm: SwarmReport) -> list[str]:
         stage = "the model" if swarm.is_whole else f"stage {index}"
         if len(kinds) > 1:
             counts = ", ".join(
-                f"{count} x ({kind})" for kind, count in zip(_readable(kinds), kinds.values(), strict=True)
+                f"{count} x ({kind})" for kind, count in zip(_short_kinds(kinds), kinds.values(), strict=True)
             )
             lines.append(f"{stage}: {len(kinds)} kinds of machines, stepped by portable arithmetic: {counts}")
         elif index in swarm.portable:
@@ -230,8 +230,8 @@ def _mixed_lines(swarm: SwarmReport) -> list[str]:
     return lines
 
 
-def _readable(kinds: Collection[str]) -> list[str]:
-    """Drop the digest of processor and environment from the names of kinds, unless two would become equal."""
+def _short_kinds(kinds: Collection[str]) -> list[str]:
+    """Drop the digest of processor and environment from the names of kinds, unless two names would become equal."""
     plain = [_DIGEST.sub("", kind) for kind in kinds]
     return [printable(kind if plain.count(short) > 1 else short) for kind, short in zip(kinds, plain, strict=True)]
 

@@ -19,21 +19,9 @@ from typing_extensions import override
 from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.rebase import written_once
-from lightning_swarm.monitor.view.history import (
-    DownsampledSeries,
-    PeerPresence,
-    RateWindow,
-    newer_than,
-)
-from lightning_swarm.monitor.view.scene import (
-    NO_SWARM,
-    PeerRow,
-    Scene,
-)
-from lightning_swarm.monitor.view.texts import (
-    event_line,
-    plain_line,
-)
+from lightning_swarm.monitor.view.history import DownsampledSeries, PeerPresence, RateWindow, newer_than
+from lightning_swarm.monitor.view.scene import NO_SWARM, PeerRow, Scene
+from lightning_swarm.monitor.view.texts import event_line, plain_line
 from lightning_swarm.protocol.events import Event
 
 # At run time `written_once` derives `SwarmView` from the `ProgressBar` of either import tree.
@@ -65,12 +53,12 @@ class SwarmView(_ProgressBar):
 
     ``Trainer(callbacks=[SwarmView()])`` replaces Lightning's progress bar. On a terminal it is a panel below all other
     output, and needs rich (``pip install lightning-swarm[demo]``). Elsewhere it prints a line for each event, and lines
-    of the run's state at intervals. An error in the view never ends the run.
+    about the run's state at intervals. An error in the view never ends the run.
 
     Args:
         refresh_per_second: How often the panel is drawn.
         plain_interval_s: Seconds between two lines of the run's state where the output is no terminal.
-        num_events: The maximum number of newest events in the panel.
+        num_events: Maximum number of events in the panel, which shows the newest.
     """
 
     def __init__(self, refresh_per_second: float = 4.0, plain_interval_s: float = 10.0, num_events: int = 6) -> None:
@@ -105,24 +93,24 @@ class SwarmView(_ProgressBar):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._enter("training")
+        self._begin_phase("training")
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self._safely(self._show_progress)
+        self._run_safely(self._show_progress)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._phase = "done"
-        self._safely(partial(self._show_progress, last=True))
+        self._run_safely(partial(self._show_progress, last=True))
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._enter("checking")
+        self._begin_phase("checking")
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._enter("validating")
+        self._begin_phase("validating")
 
     @override
     def on_validation_batch_end(
@@ -133,24 +121,24 @@ class SwarmView(_ProgressBar):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
-            self._enter("training")
+            self._begin_phase("training")
 
     @override
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        self._enter(f"testing {batch_idx + 1}")
+        self._begin_phase(f"testing {batch_idx + 1}")
 
     @override
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
-        self._enter(f"predicting {batch_idx + 1}")
+        self._begin_phase(f"predicting {batch_idx + 1}")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._phase = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
-        self._safely(self._print_events)
+        self._run_safely(self._print_events)
         self._close()
 
     @override
@@ -159,8 +147,8 @@ class SwarmView(_ProgressBar):
 
     # ------------------------------------------------------------------ showing
 
-    def _safely(self, work: Callable[[], None]) -> None:
-        """Do some work of the view; if it fails, close the view and let the run go on."""
+    def _run_safely(self, work: Callable[[], None]) -> None:
+        """Run a part of the view. If it fails, close the view and let the run continue."""
         if not self._enabled:
             return
         try:
@@ -172,12 +160,12 @@ class SwarmView(_ProgressBar):
     def _note_failure(self, error: Exception) -> None:
         self._enabled, self._failure = False, error
 
-    def _enter(self, phase: str) -> None:
-        """Begin a phase, which starts the measurement of rates anew, and open the panel."""
+    def _begin_phase(self, phase: str) -> None:
+        """Begin a phase, restart the measurement of rates, and open the panel."""
         self._phase = phase
         with self._lock:
             self._rates.pause()
-        self._safely(self._open)
+        self._run_safely(self._open)
 
     def _open(self) -> None:
         if self._start_s is None:
@@ -209,11 +197,11 @@ class SwarmView(_ProgressBar):
         try:
             if live is not None:
                 live.close()
-        except Exception as error:  # noqa: BLE001 - as in `_safely`
+        except Exception as error:  # noqa: BLE001 - as in `_run_safely`
             self._note_failure(error)
         failure, self._failure = self._failure, None
         if failure is not None:
-            _log.warning("The view failed, and the run went on without it: %r", failure)
+            _log.warning("The view failed, and the run continues without it: %r", failure)
 
     def _show_progress(self, *, last: bool = False) -> None:
         """Show the run's progress; runs on the loop's thread, where metrics may be read."""
@@ -241,7 +229,7 @@ class SwarmView(_ProgressBar):
         return SwarmPanel(self._scene(), num_events=self._num_events)
 
     def _update_swarm(self) -> None:
-        """Read the swarm's status and rates; an earlier status stays while no run is under way."""
+        """Read the swarm's status and rates; the earlier status stays while no run is under way."""
         strategy, status = self.trainer.strategy, None
         if isinstance(strategy, _ReportsStatus):
             with contextlib.suppress(SwarmError):  # no run is under way yet, or any more

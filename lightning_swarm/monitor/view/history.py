@@ -13,7 +13,7 @@ from lightning_swarm.protocol.events import Event
 
 _RATE_WINDOW_S: Final = 10.0
 _SHOW_GONE_S: Final = 60.0
-_MAX_LOSSES: Final = 512  # bound on the values of a `DownsampledSeries`
+_MAX_VALUES: Final = 512  # of a `DownsampledSeries`
 
 
 class PeerPresence:
@@ -54,7 +54,7 @@ class RateWindow:
         self._newest: tuple[float, float] | None = None
 
     def pause(self) -> None:
-        """Clear the window, because the time of a validation, for example, must not count as training."""
+        """Clear the window: a pause in training, such as a validation, must not lower the rates."""
         self._points.clear()
 
     def tick(self, now_s: float, step: int, num_samples: int) -> None:
@@ -67,7 +67,7 @@ class RateWindow:
 
     @property
     def current(self) -> tuple[float, float] | None:
-        """Steps/s and samples/s; after a pause, the earlier rates until two moments are known; None at first."""
+        """Steps/s and samples/s; after a pause, the earlier rates until there are two new points; None at first."""
         if len(self._points) < 2 or self._points[-1][0] <= self._points[0][0]:
             return self._newest
         (begin_s, first, before), (end_s, last, after) = self._points[0], self._points[-1]
@@ -84,16 +84,16 @@ class DownsampledSeries:
         self._num_seen = 0
 
     def add(self, value: float) -> None:
-        """Append the next value, if its turn has come."""
+        """Keep every n-th value, where n doubles whenever the memory is full."""
         self._num_seen += 1
         if self._num_seen % self._every:
             return
         self.values.append(value)
-        if len(self.values) >= _MAX_LOSSES:
+        if len(self.values) >= _MAX_VALUES:
             self.values, self._every = self.values[::2], 2 * self._every
 
 
 def newer_than(last: Event | None, events: Sequence[Event]) -> Sequence[Event]:
-    """Return the events after `last`, or all of them if it has been dropped meanwhile."""
+    """Return the events after `last`, or all events if `last` is no longer among them."""
     known = next((i for i in reversed(range(len(events))) if events[i] is last), -1)
     return events[known + 1 :]

@@ -19,11 +19,7 @@ from rich.text import Text
 
 from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.readable import short_name
-from lightning_swarm.monitor.view.scene import (
-    PeerRow,
-    Scene,
-    State,
-)
+from lightning_swarm.monitor.view.scene import PeerRow, Scene, State
 from lightning_swarm.monitor.view.texts import (
     WORDS,
     duration_text,
@@ -53,7 +49,7 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "went_back": "bold yellow",
 }
 _WIDE: Final = 100  # columns from which roles are written in full
-_FEWEST_ROWS: Final = 2  # rows shown of each stage at least, even if they do not fit the terminal
+_FEWEST_ROWS: Final = 2  # minimum rows shown of each stage, even if they do not fit the terminal
 _FIXED_LINES: Final = 9  # border, headline, header of the table, and the lines between them
 
 
@@ -78,11 +74,11 @@ class Terminal:
         # The panel hides the cursor. Closing at exit shows it again, even without a call of `close`.
         atexit.register(self.close)
         self._live.start(refresh=True)
-        others = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
-        handlers = [handler for logger in (logging.root, *others) for handler in logger.handlers]
+        loggers = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
+        handlers = [handler for logger in (logging.root, *loggers) for handler in logger.handlers]
         for handler in handlers:
             if type(handler) is logging.StreamHandler and id(handler.stream) in before:
-                # The handler still writes to the former stream, and so into the panel.
+                # The handler would write to the former stream, and so into the panel.
                 self._handlers.append((handler, handler.setStream(sys.stderr)))
 
     def close(self) -> None:
@@ -98,7 +94,7 @@ class Terminal:
             segments = list(console.render(self._render(), options))
         except Exception as error:  # noqa: BLE001 - an error would end the panel's thread, and freeze the panel
             self._on_failure(error)
-            segments = [Segment("The view failed; the run goes on.\n")]
+            segments = [Segment("The view failed; the run continues.\n")]
         yield from segments
 
 

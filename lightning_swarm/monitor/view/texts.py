@@ -13,7 +13,7 @@ from lightning_swarm.monitor.view.scene import PeerRow, Scene
 from lightning_swarm.protocol.events import Event
 from lightning_swarm.protocol.messages.reports import EventKind
 
-WORDS: Final[Mapping[EventKind, str]] = {  # event -> its text
+WORDS: Final[Mapping[EventKind, str]] = {
     "retry": "failed, request repeated",
     "ban": "avoided for a while",
     "replay": "microbatch computed again",
@@ -21,20 +21,20 @@ WORDS: Final[Mapping[EventKind, str]] = {  # event -> its text
     "discard": "gradient sum discarded",
     "strike": "batch taken out of the step",
     "round_repeated": "averaging repeated",
-    "convicted": "found to lie about its work",
+    "convicted": "convicted of false work",
     "disputed": "cannot be proven right or wrong",
     "gone": "gone",
     "left": "left its stage",
-    "refused": "requests refused, for want of a certificate that permits them: see the log",
+    "refused": "requests refused, because certificates do not permit them: see the log",
     "expelled": "banned by the run's owner",
-    "unconfirmed": "sent weights that its stage's other servers do not have",
+    "unconfirmed": "sent weights that differ from those of its stage's other servers",
     "moves": "moves to another stage",
     "sheds": "gave its stage up",
     "download": "has loaded its stage",
     "joined": "joined",
     "takeover": "is the coordinator now",
     "pause": "waiting",
-    "resume": "going on",
+    "resume": "continuing",
     "went_back": "rolled back",
     "stopped": "ends the run: its code set `should_stop`",
 }
@@ -57,7 +57,7 @@ def location_text(event: Event) -> str:
 
 
 def reason_text(event: Event) -> str:
-    """Return the reason of an event in one short line, which does not name the event's own peer again."""
+    """Return the reason of an event in one short line, without the name of the event's own peer."""
     reason = shorten(event.reason)
     if event.peer is None:
         return reason
@@ -109,7 +109,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def plain_line(scene: Scene) -> str:
-    """Format a scene without its events in one line of at most 100 columns, with the fullest text that fits."""
+    """Format a scene without its events in one line of at most 100 columns, with the longest text that fits."""
     metrics = [f"{name} {value:.4g}" for name, value in scene.metrics.items()]
     head = "  ".join(part for part in (steps_text(scene), *metrics, rates_text(scene)) if part)
     lines = [f"{head}   {swarm}" for swarm in _swarm_texts(scene)] or [head]
@@ -122,7 +122,7 @@ def stage_name(scene: Scene, index: int) -> str:
 
 
 def _swarm_texts(scene: Scene) -> Iterator[str]:
-    """Yield texts about the peers of a swarm, from the fullest to the shortest."""
+    """Yield texts about the peers of a swarm, from the longest to the shortest."""
     stages = scene.stages
     if not stages:
         return

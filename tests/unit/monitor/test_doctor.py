@@ -52,11 +52,11 @@ def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
         checks.check_port("127.0.0.1", 31337, None),
         checks.check_daemon(None, 0.3),
         checks.check_threads(2, 2),
-        folder(free_bytes=checks.LEAST_FREE_BYTES),
+        folder(free_bytes=checks.MIN_FREE_BYTES),
         checks.check_reach(DialResult(address=PEER), 0.02),
         checks.check_reach(DialResult(address=PEER)),
-        checks.check_clock(PEER, checks.MOST_SKEW_S, 0.0),
-        checks.check_clock(PEER, -checks.MOST_SKEW_S, 0.0),
+        checks.check_clock(PEER, checks.MAX_SKEW_S, 0.0),
+        checks.check_clock(PEER, -checks.MAX_SKEW_S, 0.0),
         checks.check_clock(PEER, 3.9, 2.0),  # an answer this slow leaves open whether 3.9 is 2.9
         checks.check_protocol(PEER, 1, 1),
         checks.compare_versions(PEER, HERE, HERE),
@@ -79,17 +79,17 @@ def test_nothing_is_wrong_with_a_good_machine(finding: Finding) -> None:
         (checks.check_version("torch", "2.3.1"), "2.3.1, but >=2.4", 'pip install "torch>=2.4"'),
         (checks.check_version("hivemind", None), "not installed", 'pip install "hivemind>=1.1.12,<1.2"'),
         (checks.check_binary(None, executable=False), "without its program p2pd", "--force-reinstall"),
-        (checks.check_binary("/x/p2pd", executable=False), "/x/p2pd must not be run", "chmod +x /x/p2pd"),
+        (checks.check_binary("/x/p2pd", executable=False), "/x/p2pd is not executable", "chmod +x /x/p2pd"),
         (checks.check_port("127.0.0.1", 31337, "in use"), "port 31337: in use", "another port"),
         (checks.check_port("203.0.113.7", 0, "no such address"), "any port: no such address", "0.0.0.0 for all"),
-        (checks.check_port("127.0.0.1", 99999, "out of range"), "port 99999: out of range", "a port of 1 to 65535"),
+        (checks.check_port("127.0.0.1", 99999, "out of range"), "port 99999: out of range", "a port from 1 to 65535"),
         (checks.check_daemon("Unreachable: no", 30.0), "does not start: Unreachable: no", "firewall"),
         (checks.check_threads(8, 2), "8 on 2 cores: they wait", "OMP_NUM_THREADS=2"),
         (checks.check_clock(PEER, 3.01, 0.0), f"{PEER} is 3.01 s ahead of this machine, at most 3 s", "set-ntp true"),
         (checks.check_clock(PEER, -3600.0, 0.1), "is 3600.00 s behind this machine, at most 3 s", "set-ntp true"),
         (checks.check_protocol(PEER, 1, 2), f"version 1 here, 2 at {PEER}", "same version of lightning_swarm"),
         (folder(problem="Permission denied"), "/data: Permission denied", "may write to"),
-        (folder(free_bytes=checks.LEAST_FREE_BYTES - 1), "/data, 1.0 GiB free", "at least 1 GiB"),
+        (folder(free_bytes=checks.MIN_FREE_BYTES - 1), "/data, 1.0 GiB free", "at least 1 GiB"),
     ],
     ids=lambda value: value.check if isinstance(value, Finding) else "",
 )
@@ -103,9 +103,9 @@ def test_a_fault_is_named_with_its_remedy(finding: Finding, found: str, remedy: 
 def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -> None:
     finding = checks.check_reach(DialResult(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
     assert finding.check == f"peer {PEER}"
-    assert finding.found == f"{obstacle.what} (so it said)"
+    assert finding.found == f"{obstacle.text} (so it said)"
     assert finding.remedy == obstacle.remedy
-    assert len({one.what for one in Obstacle}) == len({one.remedy for one in Obstacle}) == len(Obstacle)
+    assert len({one.text for one in Obstacle}) == len({one.remedy for one in Obstacle}) == len(Obstacle)
 
 
 def test_versions_that_differ_are_named() -> None:
@@ -267,7 +267,7 @@ def daemons(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(doctor, "try_daemon", start)
     monkeypatch.setattr(doctor, "_num_threads", lambda: 1)
-    monkeypatch.setattr(checks, "LEAST_FREE_BYTES", 1)
+    monkeypatch.setattr(checks, "MIN_FREE_BYTES", 1)
     return started
 
 
@@ -341,7 +341,7 @@ def test_without_a_daemon_a_peer_is_knocked_at(
     monkeypatch.setattr(doctor, "probe_port", lambda address: DialResult(address=address.host_port))
     assert run(monkeypatch, "--peer", f"{PEER}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR") == 1
     said = capsys.readouterr().out
-    assert f"ok     peer {PEER}: libp2p answers there; who it is needs a daemon here" in said
+    assert f"ok     peer {PEER}: libp2p answers there; only a daemon here could identify the peer" in said
     assert said.endswith("1 to mend.\n")
 
 
@@ -384,7 +384,7 @@ def test_a_run_by_invitation_is_reachable_all_the_same(loop: VirtualLoop) -> Non
         (b"run", False, True, "round trip"),
         (b"run", True, True, "round trip"),
         (b"another", True, True, "reachable; it answers invited peers only"),
-        (b"another", False, False, "it does not take the invitation that it was shown (b refuses the certificate"),
+        (b"another", False, False, "it rejects the invitation (b refuses the certificate"),
     ],
 )
 def test_an_invitation_that_was_named_has_to_be_the_right_one(

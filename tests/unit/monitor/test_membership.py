@@ -76,7 +76,7 @@ def test_a_trainer_that_joins_and_goes() -> None:
         "Peer t is no longer in the run: 1 trainer, 2 peers in all",
     ]
     both = [after(enlisted=[PeerId("b")]), after(retired=[PeerId("b")])]
-    assert [line.split(":")[0] for line in said(begin, *both)] == ["Peer b trains now", "Peer b trains no more"]
+    assert [line.split(":")[0] for line in said(begin, *both)] == ["Peer b trains now", "Peer b no longer trains"]
 
 
 def test_a_trainer_that_dies_with_its_stage_makes_one_line() -> None:

@@ -201,7 +201,7 @@ def test_roles_and_refusals_are_shown() -> None:
     assert [(peer.role, peer.refused) for peer in found.peers] == [("keeper", 3), ("server", 0)]
     text = table(found)
     assert "a keeper lead coordinator" in text
-    assert "a refused 3 requests, of peers without a certificate that permits them" in text
+    assert "a refused 3 requests that their peers' certificates do not permit" in text
     assert "b server" in text
     assert "b refused" not in text
 

@@ -373,7 +373,7 @@ def test_a_status_of_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     what, remedy = (
         ("its machine refuses the connection", "Check that the peer still runs, and its port.")
         if way == "nobody"
-        else ("what listens there is no peer", "Check the port: another program has it.")
+        else ("the program that listens there is not a peer", "Check the port: another program uses it.")
     )
     assert said.startswith(f"lightning-swarm: error: {place}/{ID} cannot be reached: {what}")
     assert f". {remedy}" in said
