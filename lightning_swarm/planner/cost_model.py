@@ -32,7 +32,7 @@ _GRAPH_PER_WIDTH: Final = 17
 
 
 def block(width: int, sequence: int) -> BlockProfile:
-    """Count a block of attention and a feed-forward network of four times the width."""
+    """Count the costs of a block of attention and a feed-forward network of four times the width."""
     return BlockProfile(
         parameters=12 * width * width + 13 * width,
         # Products take 2 flop a parameter and token, attention 4 a feature and pair of tokens; backward twice that.
@@ -43,7 +43,7 @@ def block(width: int, sequence: int) -> BlockProfile:
 
 
 def transformer(layers: int, width: int, sequence: int, vocabulary: int = 0, *, ends: Ends = "stages") -> ModelProfile:
-    """Count a transformer of equal blocks in float32; with a vocabulary of 0 its samples are ``[sequence, width]``."""
+    """Count a float32 transformer's costs; without a vocabulary, it maps samples of ``[sequence, width]``."""
     middle = (block(width, sequence),) * layers
     plain = ModelProfile(blocks=middle, input_bytes=sequence * width * FLOAT32, input_gradient=False)
     if not vocabulary:
@@ -57,7 +57,7 @@ def transformer(layers: int, width: int, sequence: int, vocabulary: int = 0, *, 
 
 
 def _embeddings_and_head(width: int, sequence: int, vocabulary: int) -> tuple[BlockProfile, BlockProfile]:
-    """Count the layers at the ends of a transformer. The head includes the loss, which is its output."""
+    """Count the costs of a transformer's first and last layers. The head includes the loss, which is its output."""
     hidden, logits = sequence * width * FLOAT32, sequence * vocabulary * FLOAT32
     embeddings = BlockProfile(parameters=(vocabulary + sequence) * width, flop=0.0, output_bytes=hidden, graph_bytes=0)
     head = BlockProfile(
@@ -73,15 +73,16 @@ ADAM: Final = 2  # numbers that Adam keeps for each parameter; usual optimizers 
 
 
 def stage_profiles(model: ModelProfile, num_stages: int) -> tuple[StageProfile, ...]:
-    """Partition a model so that its slowest stage computes as little as possible, and count each stage."""
-    # Blocks that compute nothing, such as embeddings, join their neighbours.
+    """Partition a model so that its slowest stage computes as little as possible, and count each stage's costs."""
+    # Blocks that compute nothing, such as embeddings, count as one unit, so that they join their neighbours.
     ranges = balanced_ranges([max(1, round(block.flop / 1e6)) for block in model.blocks], num_stages)
     return tuple(_stage_profile(model, indices) for indices in ranges)
 
 
 def _stage_profile(model: ModelProfile, indices: range) -> StageProfile:
     blocks = model.blocks[indices.start : indices.stop]
-    (incoming, gradient), (out, back) = _crossing(model, indices.start - 1), _crossing(model, indices.stop - 1)
+    incoming, gradient = _boundary_sizes(model, indices.start - 1)
+    out, back = _boundary_sizes(model, indices.stop - 1)
     if indices.start == 0 and not model.input_gradient:
         gradient = TransferSize(0.0, 0.0)
     parameters = sum(block.parameters for block in blocks)
@@ -95,13 +96,13 @@ def _stage_profile(model: ModelProfile, indices: range) -> StageProfile:
         output_gradient_bytes=back.num_bytes,
         graph_bytes=sum(block.graph_bytes for block in blocks),
         state_bytes=state_bytes(model, parameters),
-        # The other end of each transfer takes the other half.
+        # Each end of a transfer takes half of its coding time.
         coding_s=((incoming.coding_s + out.coding_s) / 2, (gradient.coding_s + back.coding_s) / 2),
     )
 
 
-def _crossing(model: ModelProfile, index: int) -> tuple[TransferSize, TransferSize]:
-    """Return a sample's sizes on a link: of a block's output, and of its gradient. Index -1 means the model's input."""
+def _boundary_sizes(model: ModelProfile, index: int) -> tuple[TransferSize, TransferSize]:
+    """Return the link sizes of a block's output and of its gradient, per sample. Index -1 means the model's input."""
     num_bytes, number_bytes = float(model.input_bytes), model.input_number_bytes
     if index >= 0:
         num_bytes, number_bytes = model.blocks[index].output_bytes, model.blocks[index].number_bytes
@@ -125,26 +126,26 @@ def state_bytes(model: ModelProfile, parameters: int) -> float:
 
 
 def graph_capacity(stage: StageProfile, machine: Machine) -> float:
-    """Return how many samples' graphs fit into a machine beside a stage; below 0: the stage itself does not fit."""
+    """Return how many samples' graphs fit into a machine beside a stage; negative if the stage itself does not fit."""
     return (machine.memory_bytes - stage.state_bytes) / max(1, stage.graph_bytes)
 
 
 # ---------------------------------------------------------------------- the time of a batch
 
-# Seconds of a core for a microbatch's calls at a stage, forward and backward: equal at its server and at the trainer.
-# Measured by `python -m benchmarks.hops`: 1.6 ms of wall time if two cores do both.
+# Seconds of a core for a microbatch's forward and backward calls at a stage, both for its server and for the trainer.
+# Measured by `python -m benchmarks.hops`: 1.6 ms of wall time with a core for each of the two.
 CALL_S: Final = 0.0016
-HANDLING_S_PER_BYTE: Final = 2.4e-9  # seconds of a core at one end; half of the time of both ends and their daemons
+HANDLING_S_PER_BYTE: Final = 2.4e-9  # seconds of a core at one end, with its daemon; half of what both ends take
 GOODPUT: Final = 0.94  # share of tensors in a link's bytes, beside headers, encryption and acknowledgements
 
 MICROBATCH_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 2e-9, "accelerator": 5e-11}
 """Seconds for each backward beyond the time of its samples: it writes and adds up a gradient of each weight, and
-products of few rows are slow. The CPU's is measured (blocks of width 512, a core, 1 to 32 samples of 64 tokens); the
-accelerator's is the CPU's divided by the ratio of their memory bandwidths."""
+matrix products of few rows are slow. The CPU's is measured (blocks of width 512, a core, 1 to 32 samples of 64
+tokens); the accelerator's is the CPU's divided by the ratio of their memory bandwidths."""
 
 STEP_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 4e-8, "accelerator": 2e-9}
-"""Seconds for each step: mean, optimizer, comparison of the replicas. The CPU's is the time that a million parameters
-add in `python -m benchmarks.steps`, without sending; the accelerator's follows from the bandwidths."""
+"""Seconds for each step: mean, optimizer, comparison of the replicas. The CPU's is the time that a parameter adds
+in `python -m benchmarks.steps`, without sending; the accelerator's follows from the bandwidths."""
 
 PORTABLE_S_PER_PARAMETER: Final[Mapping[Processor, float]] = {"cpu": 1.2e-8, "accelerator": 6e-10}
 """Seconds that portable arithmetic adds to each step of a stage on machines of several kinds. The CPU's is measured
@@ -155,7 +156,7 @@ STEP_TRIPS: Final = 6  # successive round trips of a step: grant, freeze, two of
 
 
 def averaged_size(model: ModelProfile, parameters: int, num_machines: int) -> TransferSize:
-    """Size the tensors that each machine sends, and receives: reduce-scatter of sums, all-gather of the mean."""
+    """Return the size that each machine sends, and receives: reduce-scatter of sums, then all-gather of the mean."""
     number_bytes = sum_bytes(model)
     numbers = 2.0 * (num_machines - 1) / num_machines * parameters
     return encoded_size(numbers * number_bytes, number_bytes, model.wire.averaging)
@@ -167,7 +168,7 @@ def are_mixed(machines: Iterable[Machine]) -> bool:
 
 
 def averaging_s(machine: Machine, size: TransferSize, parameters: int, *, mixed: bool) -> float:
-    """Return a machine's seconds to average and to step, where all send and receive at the same time."""
+    """Return a machine's seconds to average gradients and step, while all machines send and receive at once."""
     line_s = size.num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
     step_s = STEP_S_PER_PARAMETER[machine.processor] + mixed * PORTABLE_S_PER_PARAMETER[machine.processor]
     busy_s = 2 * size.num_bytes * HANDLING_S_PER_BYTE + parameters * step_s
@@ -175,7 +176,7 @@ def averaging_s(machine: Machine, size: TransferSize, parameters: int, *, mixed:
 
 
 def closing_s(machines: Sequence[Machine]) -> float:
-    """Return the seconds to decide a step, by the machine of the highest latency."""
+    """Return the seconds to decide a step, which depend on the machine with the highest latency."""
     return STEP_S + 2 * STEP_TRIPS * max(machine.latency_s for machine in machines)
 
 
@@ -190,7 +191,7 @@ def machine_counts(rates: Sequence[float], num_stages: int) -> list[int]:
     return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
 
 
-_FORWARD: Final = 1 / 3  # share of the forward in the time that a block computes
+_FORWARD_SHARE: Final = 1 / 3  # share of the forward in the time that a block computes
 
 
 @dataclass(frozen=True)
@@ -218,15 +219,15 @@ class PipelinePass:
     """The time of all microbatches of a batch through all stages, in one direction."""
 
     slowest: PhaseTime
-    fill_s: float  # seconds of one microbatch at the other stages, and on its way from and to the trainer
+    fill_s: float  # seconds of one microbatch at all stages but the slowest, and on its way from and to the trainer
 
 
 def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePhase]:
-    """Return a sample's forward and backward; a share `recomputed` of the backwards repeats the forward."""
-    backward_flop = stage.flop * (1.0 - _FORWARD + recomputed * _FORWARD)
+    """Return a sample's forward and backward; a share `recomputed` of backwards repeats the forward."""
+    backward_flop = stage.flop * (1.0 - _FORWARD_SHARE + recomputed * _FORWARD_SHARE)
     into_bytes = stage.input_bytes + stage.extra_bytes
     return (
-        StagePhase(stage.flop * _FORWARD, 0, into_bytes, stage.output_bytes, stage.coding_s[0]),
+        StagePhase(stage.flop * _FORWARD_SHARE, 0, into_bytes, stage.output_bytes, stage.coding_s[0]),
         StagePhase(
             backward_flop, stage.parameters, stage.output_gradient_bytes, stage.gradient_bytes, stage.coding_s[1]
         ),
@@ -240,7 +241,7 @@ def sample_time(machine: Machine, phase: StagePhase, microbatch_size: int) -> Ph
     handling_s = (phase.received_bytes + phase.sent_bytes) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size
     both_s = computing_s + phase.coding_s + handling_s
     busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
-    # Link and processor take turns, because microbatches under way share the link: most arrive late, many at once.
+    # Link and processor take turns, because microbatches share the link: most arrive late and many at once.
     line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
     return PhaseTime(line_s + busy_s, line_s, machine.name)
 
@@ -251,7 +252,7 @@ def _line_s(machine: Machine, received_bytes: float, sent_bytes: float) -> float
 
 @dataclass(frozen=True)
 class Swarm:
-    """Machines at their stages."""
+    """Machines at their stages. In methods, `index` means a stage and `number` a machine."""
 
     model: ModelProfile
     machines: Sequence[Machine]  # the starter first
@@ -261,7 +262,7 @@ class Swarm:
 
     @property
     def starter(self) -> Machine:
-        """The machine that trains, and holds the last stage with others."""
+        """The machine that trains; it also holds the last stage, with other machines."""
         return self.machines[0]
 
     @cached_property
@@ -276,10 +277,10 @@ class Swarm:
         return found
 
     def recomputed(self, index: int, batch_size: int) -> float:
-        """Return the share of forwards that a stage computes again for lack of memory, by its worst machine."""
+        """Return the share of forwards that a stage computes again if all its machines had the least memory of them."""
         stage = self.stages[index]
         # Samples whose graphs a server keeps until backward; it computes the forward of the rest again.
-        kept = min(graph_capacity(stage, self.machines[same[0]]) for same in self.kinds[index])
+        kept = min(graph_capacity(stage, self.machines[kind[0]]) for kind in self.kinds[index])
         kept = min(kept, self.limits.cache_bytes / max(1, stage.graph_bytes))
         return max(0.0, 1.0 - kept * len(self.held[index]) / batch_size)
 
@@ -305,7 +306,7 @@ class Swarm:
             phase = self.phase(index, machine, direction, 1)
             return 1.0 / sample_time(self.machines[machine], phase, USUAL_MICROBATCH).seconds
 
-        return rate(number) / sum(len(same) * rate(same[0]) for same in self.kinds[index])
+        return rate(number) / sum(len(kind) * rate(kind[0]) for kind in self.kinds[index])
 
 
 def trainer_bytes(swarm: Swarm, direction: int) -> tuple[float, float]:
@@ -324,24 +325,25 @@ def pipeline_pass(swarm: Swarm, direction: int, microbatch_size: int, batch_size
     stage_times, first_s = [], []
     for index, kinds in enumerate(swarm.kinds):
         times = [
-            (sample_time(swarm.machines[same[0]], swarm.phase(index, same[0], direction, batch_size), size), len(same))
-            for same in kinds
+            (sample_time(swarm.machines[kind[0]], swarm.phase(index, kind[0], direction, batch_size), size), len(kind))
+            for kind in kinds
         ]
         stage_times.append(_stage_time(times, size, batch_size))
         mean_s = sum(count * time.seconds for time, count in times) / len(swarm.held[index])
-        first_s.append(size * mean_s + max(swarm.machines[same[0]].latency_s for same in kinds))
+        first_s.append(size * mean_s + max(swarm.machines[kind[0]].latency_s for kind in kinds))
     slowest = max(stage_times, key=lambda time: time.seconds)
-    # From the trainer to the first stage, and from the last one back.
+    # The last term is the way from the trainer to the first stage, and back from the last stage.
     fill_s = sum(first_s) - first_s[stage_times.index(slowest)] + 2 * swarm.starter.latency_s
     starter = _starter_time(swarm, direction, size, batch_size)
     return PipelinePass(max(slowest, starter, key=lambda time: time.seconds), fill_s)
 
 
 def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, batch_size: int) -> PhaseTime:
-    """Return the time of a batch at a stage with these numbers of machines; each takes whole microbatches."""
+    """Return the time of a batch at a stage, from the time for a sample and the number of each kind of machine."""
     fastest_s = min(time.seconds for time, _ in times)
-    slots = sum(count * fastest_s / time.seconds for time, count in times)  # as many machines of the fastest kind
-    rounds = max(1.0, math.ceil(batch_size / microbatch_size) / slots)
+    # As many machines of the fastest kind would be as fast.
+    slots = sum(count * fastest_s / time.seconds for time, count in times)
+    rounds = max(1.0, math.ceil(batch_size / microbatch_size) / slots)  # machines take whole microbatches
     if slots == sum(count for _, count in times):  # equal machines, which finish each round together
         rounds = math.ceil(rounds)
     slowest = max((time for time, _ in times), key=lambda time: time.seconds)
@@ -350,7 +352,7 @@ def _stage_time(times: Sequence[tuple[PhaseTime, int]], microbatch_size: int, ba
 
 
 def _starter_time(swarm: Swarm, direction: int, microbatch_size: int, batch_size: int) -> PhaseTime:
-    """Return the time of a batch at the starter's machine, for its stage and for the trainer beside it."""
+    """Return the time of a batch at the starter's machine, which both holds a stage and trains."""
     starter, last = swarm.starter, len(swarm.stages) - 1
     share, phase = swarm.share(last, 0, direction), swarm.phase(last, 0, direction, batch_size)
     received, sent = trainer_bytes(swarm, direction)

@@ -1,4 +1,4 @@
-"""Reads the planner's view of a live swarm, its machines and its model, from its peers' reports. Pure."""
+"""Reads a live swarm's machines, model and speed from its peers' reports, for the planner. Pure."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def read_swarm(
     assumed: AssumedRates,
     name: Callable[[str], str] = str,  # peer id -> name
 ) -> LiveSwarm:
-    """Combine the reports and rates of all peers that answered; raises `SwarmError` if too little is measured."""
+    """Combine the reports and rates of all peers that answered. Raise `SwarmError` if too little is measured."""
     servers = {peer: report.server for peer, report in reports.items() if report.server is not None}
     if not servers:
-        raise SwarmError("the swarm waits: no run is under way, so there is nothing to plan by. Try again when it is.")
+        raise SwarmError("a plan needs a run's measurements, and no run is under way. Try again once the swarm trains.")
     stages = _stages(servers)
     work = _work(stages)
     rates = _rates(servers, work)
@@ -73,13 +73,13 @@ def read_swarm(
 
 
 def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, SampleCosts]]:
-    """Read each stage of the pipeline from the report of a server that holds it."""
+    """Read each stage of the pipeline from the report of a server that has measured it."""
     first = next(iter(servers.values()))
     num_stages = first.num_stages - (first.trainers_stage is not None)
     if not num_stages:
         raise SwarmError(
-            "the swarm's model is not cut, and what its trainers compute is not measured, so there is nothing to plan "
-            "by. Describe machines and model in files instead."
+            "a plan needs measurements of stages, and this swarm's model is not cut: trainers are not measured. "
+            "Describe machines and model in files instead."
         )
     known: dict[int, tuple[HeldStage, SampleCosts]] = {}
     for stage in (stage for server in servers.values() for stage in server.held):
@@ -101,29 +101,30 @@ def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
 
 
 def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], around: int) -> ModelProfile:
-    """Divide each stage into equal blocks; only its last block has the output that was measured."""
+    """Divide each stage into equal blocks; only its last block has the measured output."""
     blocks: list[BlockProfile] = []
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
-        last = index == len(stages) - 1
+        is_last_stage = index == len(stages) - 1
         # All blocks of a stage but the last get the size of the activation at one of its ends. The last stage's output
-        # and the first stage's input are often no activations, but loss values or tokens.
-        into, inner = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
-        if last:
-            inner = max(into, inner) if index == 0 else into
-        share = BlockProfile(
+        # and the first stage's input are often loss values or tokens instead of activations.
+        at_input = (costs.input_bytes, costs.input_number_bytes)
+        inside = (costs.output_bytes, costs.output_number_bytes)
+        if is_last_stage:
+            inside = max(at_input, inside) if index == 0 else at_input
+        inner_block = BlockProfile(
             parameters=stage.num_parameters // stage.num_blocks,
             flop=flop / stage.num_blocks,
-            output_bytes=inner[0],
+            output_bytes=inside[0],
             graph_bytes=costs.graph_bytes // stage.num_blocks,
-            number_bytes=inner[1],
+            number_bytes=inside[1],
         )
-        end = replace(
-            share,
-            parameters=stage.num_parameters - share.parameters * (stage.num_blocks - 1),
+        last_block = replace(
+            inner_block,
+            parameters=stage.num_parameters - inner_block.parameters * (stage.num_blocks - 1),
             output_bytes=costs.output_bytes,
             number_bytes=costs.output_number_bytes,
         )
-        blocks += [share] * (stage.num_blocks - 1) + [end]
+        blocks += [inner_block] * (stage.num_blocks - 1) + [last_block]
     first = stages[0][1]
     return ModelProfile(
         blocks=tuple(blocks),
@@ -136,12 +137,12 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
     )
 
 
-# Share of a mean stage's work. With less work than this, a peer's measured rate says nothing about real work.
-_TOO_LITTLE: Final = 0.01
+# Share of a mean stage's work. With less work than this, a peer's measured rate shows only the cost of its calls.
+_MIN_WORK: Final = 0.01
 
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
-    """Return the flop/s of each measured peer; a peer with almost nothing to compute gets the others' median."""
+    """Return the flop/s of each measured peer; a peer with almost no work gets the median of the other peers."""
     found: dict[PeerId, float] = {}
     idle: list[PeerId] = []
     for peer, server in servers.items():
@@ -149,7 +150,7 @@ def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dic
         if not measured:
             continue
         flop = sum(work[stage.index] for stage in measured)
-        if flop < _TOO_LITTLE * statistics.fmean(work):
+        if flop < _MIN_WORK * statistics.fmean(work):
             idle.append(peer)
         else:
             found[peer] = flop / sum(_computing_s(stage, server) for stage in measured)
@@ -168,7 +169,7 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
 
 _UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
 _FASTEST_BYTES_PER_S: Final = 1e12  # upper bound on the rate of a link
-_MOST_ROUND_TRIP: Final = 8.0  # sending is assumed to take at least the duration divided by this
+_MAX_TIME_RATIO: Final = 8.0  # of an exchange's whole duration to the part in which bytes were sent
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, link: _LinkUsage, assumed: AssumedRates) -> Machine:
@@ -215,13 +216,13 @@ def _link_usage(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
 
 
 def _bytes_per_s(carried: CarriedReport, round_trip_s: float) -> float:
-    # If most of the time was the round trip, little is left for the bytes, and that little is uncertain.
-    sending_s = max(carried.took_s - round_trip_s, carried.took_s / _MOST_ROUND_TRIP)
+    # If the round trip took most of the time, the rest, in which bytes were sent, is small and uncertain.
+    sending_s = max(carried.took_s - round_trip_s, carried.took_s / _MAX_TIME_RATIO)
     return min(carried.num_bytes / sending_s, _FASTEST_BYTES_PER_S) if sending_s > 0.0 else _FASTEST_BYTES_PER_S
 
 
 def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], float]:
-    """Return the shorter round trip that either end of two answering peers measured, because answers may be slow."""
+    """Return the round trip of each pair of answering peers: the shorter measurement, because answers may be slow."""
     found: dict[frozenset[str], float] = {}
     for peer, report in reports.items():
         for link in report.links:

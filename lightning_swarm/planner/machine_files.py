@@ -1,4 +1,4 @@
-"""Reads the list of machines, and the compression of tensors, that a user gives the planner."""
+"""Reads a user's file for the planner: the list of machines, and the compression of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_swarm.protocol.settings import Compression
 
 @dataclass(frozen=True)
 class WireSettings:
-    """The compression of a swarm's tensors; None: not given."""
+    """The compression of a swarm's tensors; None: not set."""
 
     compression: Compression | None = None
     boundary_ratio: int | None = None  # boundary layers send that many times fewer features from stage to stage
@@ -35,12 +35,12 @@ class WireSettings:
         )
 
     def filled_from(self, other: WireSettings) -> WireSettings:
-        """Return these settings; a setting that is not given comes from `other`."""
+        """Return these settings, with those that are not set taken from `other`."""
         return WireSettings(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
 
     @property
     def wire(self) -> WireFormat:
-        """The sizes of encoded tensors. A codec of unknown size counts as none, and is listed in `uncounted`."""
+        """The sizes of encoded tensors. A codec of unknown size counts as no codec, and is listed in `uncounted`."""
         compression = self.compression or Compression()
         codecs = compression.activations, compression.gradients, compression.averaging
         activations, gradients, averaging = (
@@ -64,7 +64,7 @@ class WireSettings:
 NOT_GIVEN: Final = WireSettings()
 
 
-HERE: Final = "here"  # value of a rate to measure on this machine
+HERE: Final = "here"  # value of a rate in the file: measure it on this machine
 _MBIT, _GB = 1e6 / 8, 1e9
 
 
@@ -89,12 +89,12 @@ _NUMBERS: Final = {
     "bus_gb_per_s": _Key("bus_bytes_per_s", "GB/s between GPU and host, each way", _GB, optional=True),
 }
 _RATES: Final = ("tflops", "samples_per_s")
-_TOP: Final = ("machines", "compression", "boundary_ratio")
-_KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
+_FILE_KEYS: Final = ("machines", "compression", "boundary_ratio")
+_MACHINE_KEYS: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
 
 
 def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None) -> list[Machine]:
-    """Read the machines of a YAML file, the starter first; `flop_per_sample` of the model converts rates in samples/s.
+    """Read the machines of a YAML file, the starter first; the model's `flop_per_sample` converts rates in samples/s.
 
     `here_flop_per_s` measures this machine, for rates that are ``here``; None: do not measure.
     """
@@ -107,8 +107,8 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
         )
     machines = []
     for index, entry in enumerate(listed):
-        where = f"machine {index + 1} of {path}"
-        machine, count = _machine(entry, where, flop_per_sample, here_flop_per_s)
+        label = f"machine {index + 1} of {path}"
+        machine, count = _machine(entry, label, flop_per_sample, here_flop_per_s)
         machines += [machine] * count
     return machines
 
@@ -118,9 +118,9 @@ def read_compression(path: Path) -> WireSettings:
     content = _content(path)
     if not isinstance(content, Mapping):
         return NOT_GIVEN
-    unknown = [key for key in content if key not in _TOP]
+    unknown = [key for key in content if key not in _FILE_KEYS]
     if unknown:
-        raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")
+        raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_FILE_KEYS)}.")
     return WireSettings.parse(content.get("compression"), content.get("boundary_ratio"))
 
 
@@ -129,62 +129,62 @@ def _content(path: Path) -> Any:
         return yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"the list of machines must be a YAML file, and {path} is none: {error}. Check the path."
+            f"the list of machines must be a YAML file, got {path}: {error}. Check the path and the content."
         ) from error
 
 
 def _machine(
-    entry: Any, where: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
+    entry: Any, label: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
 ) -> tuple[Machine, int]:
     """Read an entry of the list, and return the machine and the number of such machines."""
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must be keys and values, got {entry!r}. Write {{tflops: 10, memory_gb: 24, ...}}.")
-    unknown = [key for key in entry if key not in _KNOWN]
+        raise ConfigError(f"{label} must be keys and values, got {entry!r}. Write {{tflops: 10, memory_gb: 24, ...}}.")
+    unknown = [key for key in entry if key not in _MACHINE_KEYS]
     if unknown:
-        raise ConfigError(f"{where} has the unknown key {unknown[0]!r}. Choose from {', '.join(_KNOWN)}.")
-    rate, is_here = _rate(entry, where, flop_per_sample, here_flop_per_s)
+        raise ConfigError(f"{label} has the unknown key {unknown[0]!r}. Choose from {', '.join(_MACHINE_KEYS)}.")
+    rate, is_here = _rate(entry, label, flop_per_sample, here_flop_per_s)
     processor = entry.get("processor", "cpu" if is_here else "accelerator")
     if processor not in get_args(Processor):
-        raise ConfigError(f"`processor` of {where} must be one of {', '.join(get_args(Processor))}, got {processor!r}.")
+        raise ConfigError(f"`processor` of {label} must be one of {', '.join(get_args(Processor))}, got {processor!r}.")
     count = entry.get("count", 1)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
-        raise ConfigError(f"`count` of {where} must be a whole number of 1..10000, got {count!r}. Correct it.")
-    name = str(entry.get("name", where.partition(" of ")[0]))  # by default such as `machine 3`
+        raise ConfigError(f"`count` of {label} must be a whole number of 1..10000, got {count!r}. Correct it.")
+    name = str(entry.get("name", label.partition(" of ")[0]))  # by default such as `machine 3`
     numbers = {}
     for key, number in _NUMBERS.items():
         if key in entry:
             numbers[number.field] = (
-                _checked(entry[key], key, number.meaning, where, zero=number.optional) * number.scale
+                _checked(entry[key], key, number.meaning, label, allow_zero=number.optional) * number.scale
             )
         elif not number.optional:
-            raise ConfigError(f"{where} must have `{key}`: {number.meaning}. Add it.")
+            raise ConfigError(f"{label} must have `{key}`: {number.meaning}. Add it.")
     return Machine(name=name, flop_per_s=rate, processor=processor, **numbers), count
 
 
 def _rate(
-    entry: Mapping[str, Any], where: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
+    entry: Mapping[str, Any], label: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
 ) -> tuple[float, bool]:
     """Return a machine's flop/s, and whether the rate was measured on this machine."""
-    given = [key for key in _RATES if key in entry]
-    if len(given) != 1:
+    rates = [key for key in _RATES if key in entry]
+    if len(rates) != 1:
         raise ConfigError(
-            f"{where} must have one of `tflops` and `samples_per_s`, got "
-            f"{' and '.join(given) or 'none'}. Give the TFLOP/s that it computes, a third of its data sheet's, or "
+            f"{label} must have one of `tflops` and `samples_per_s`, got "
+            f"{' and '.join(rates) or 'none'}. Set the TFLOP/s that it reaches, about a third of its data sheet's, or "
             "samples/s of the whole model."
         )
-    [key] = given
+    [key] = rates
     if entry[key] == HERE:
         if here_flop_per_s is None:
             raise ConfigError(
-                f"`{key}: {HERE}` of {where} is measured on this machine. Add --measure, or give a number."
+                f"`{key}: {HERE}` of {label} is measured on this machine. Add --measure, or set a number."
             )
         return here_flop_per_s(), True
-    return _checked(entry[key], key, "how fast it is", where) * (1e12 if key == "tflops" else flop_per_sample), False
+    return _checked(entry[key], key, "its speed", label) * (1e12 if key == "tflops" else flop_per_sample), False
 
 
-def _checked(value: Any, key: str, meaning: str, where: str, *, zero: bool = False) -> float:
+def _checked(value: Any, key: str, meaning: str, label: str, *, allow_zero: bool = False) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not zero):
-        least = "of at least 0" if zero else "above 0"
-        raise ConfigError(f"`{key}` of {where} must be a number {least} ({meaning}), got {value!r}. Correct it.")
+    if not is_number or value < 0 or (value == 0 and not allow_zero):
+        least = "of at least 0" if allow_zero else "above 0"
+        raise ConfigError(f"`{key}` of {label} must be a number {least} ({meaning}), got {value!r}. Correct it.")
     return float(value)

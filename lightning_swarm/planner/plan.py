@@ -1,4 +1,4 @@
-"""Chooses the best setting for a swarm, and the best machine alone. Pure."""
+"""Predicts the speed of swarms and of single machines, and chooses the best setting. Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from lightning_swarm.planner.records import (
 from lightning_swarm.planner.uncut import choose_uncut
 
 _LIMITS: Final = Limits()
-_RECOMPUTING = 4 / 3  # factor of the work on a machine that offloads: it keeps no graph, and computes forwards twice
+_RECOMPUTING = 4 / 3  # factor of the work of a machine that offloads: it keeps no graph, so it computes forwards twice
 
 
 def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
     """Predict the speed of one machine with steps of `batch_size` samples; None if it cannot hold the model."""
-    # Weights, their gradients and the optimizer's state, beside a sample at a time if need be.
+    # Weights, their gradients and the optimizer's state, with room for the graph of at least one sample.
     held_bytes = float(model.parameters * (2 + ADAM) * model.weight_bytes)
     if held_bytes + model.graph_bytes <= machine.memory_bytes:
         return OneMachine(name=machine.name, samples_per_s=machine.flop_per_s / model.flop, offloads=False)
@@ -56,7 +56,7 @@ def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine 
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
-    """Assign machines of these samples/s to stages; returns their indices by stage.
+    """Assign machines with these rates in samples/s to stages, and return each stage's machine indices.
 
     The fastest machines are placed first, each in the stage with the lowest total. Then they move as in a run.
     """
@@ -76,8 +76,8 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
         assert stage is not None  # the peer has a stage
         held[stage].append(number)
     # The starter, whose number is 0, is in the last stage, as in a run.
-    starters = next(index for index, numbers in enumerate(held) if 0 in numbers)
-    held[starters], held[-1] = held[-1], held[starters]
+    starter_stage = next(index for index, numbers in enumerate(held) if 0 in numbers)
+    held[starter_stage], held[-1] = held[-1], held[starter_stage]
     return held
 
 
@@ -120,7 +120,7 @@ class Predictor:
     def times(self, setting: Setting) -> Times:
         """Return the seconds of each part of a step."""
         swarm, size = self._swarm, setting.batch_size
-        forward, backward = self._both_ways(setting)
+        forward, backward = self._passes(setting)
         num_batches = math.ceil(setting.target_batch_size / size)
         return Times(
             forward_s=num_batches * forward.slowest.seconds,
@@ -131,7 +131,7 @@ class Predictor:
             closing_s=cost_model.closing_s(swarm.machines),
         )
 
-    def _both_ways(self, setting: Setting) -> list[PipelinePass]:
+    def _passes(self, setting: Setting) -> list[PipelinePass]:
         return [self._pass(direction, setting.microbatch_size, setting.batch_size) for direction in (0, 1)]
 
     def predict(self, setting: Setting) -> Prediction:
@@ -139,7 +139,7 @@ class Predictor:
         swarm, times, size = self._swarm, self.times(setting), setting.target_batch_size
         microbatch, inner = setting.microbatch_size, self._stages[:-1]
         sent = sent_bytes(swarm, size)
-        slowest = max((one_way.slowest for one_way in self._both_ways(setting)), key=lambda time: time.seconds)
+        slowest = max((one_pass.slowest for one_pass in self._passes(setting)), key=lambda time: time.seconds)
         flop_per_s = sum(machine.flop_per_s for machine in self._machines)
         return Prediction(
             setting=setting,
@@ -161,10 +161,10 @@ class Predictor:
 
 
 def _fastest_first(machines: Sequence[Machine], stage: StageProfile) -> tuple[list[Machine], list[float]]:
-    """Sort all machines but the first, the starter, by speed; return the machines and their samples/s at a stage."""
-    both = cost_model.phases(stage, 0.0)
+    """Sort all machines except the first, the starter, by speed; return them and their samples/s at a stage."""
+    forward_and_backward = cost_model.phases(stage, 0.0)
     rates = [
-        1.0 / sum(cost_model.sample_time(machine, phase, USUAL_MICROBATCH).seconds for phase in both)
+        1.0 / sum(cost_model.sample_time(machine, phase, USUAL_MICROBATCH).seconds for phase in forward_and_backward)
         for machine in machines
     ]
     order = [0, *sorted(range(1, len(machines)), key=lambda number: -rates[number])]
@@ -175,31 +175,31 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
     """Return the bytes that each machine sends over its link in a step, without snapshots and control messages."""
     sent = [0.0] * len(swarm.machines)
     for index, kinds in enumerate(swarm.kinds):
-        for same in kinds:
+        for kind in kinds:
             sample_bytes = sum(
-                swarm.share(index, same[0], direction) * swarm.phase(index, same[0], direction, batch_size).sent_bytes
+                swarm.share(index, kind[0], direction) * swarm.phase(index, kind[0], direction, batch_size).sent_bytes
                 for direction in (0, 1)
             )
-            for number in same:
+            for number in kind:
                 sent[number] = sample_bytes * batch_size + averaged(swarm, index).num_bytes
     sent[0] += sum(cost_model.trainer_bytes(swarm, direction)[1] for direction in (0, 1)) * batch_size
     return sent
 
 
 def averaged(swarm: Swarm, index: int) -> TransferSize:
-    """Size the tensors that a machine of a stage sends, and receives, to average."""
+    """Return the size that a machine of a stage sends, and receives, to average."""
     return cost_model.averaged_size(swarm.model, swarm.stages[index].parameters, len(swarm.held[index]))
 
 
 def _averaging_s(swarm: Swarm) -> float:
-    """Return the slowest machine's seconds to average, where all send and receive at the same time."""
+    """Return the slowest machine's seconds to average, while all machines send and receive at once."""
     mixed = [cost_model.are_mixed(swarm.machines[number] for number in numbers) for numbers in swarm.held]
 
     def seconds(index: int, number: int) -> float:
         size, parameters = averaged(swarm, index), swarm.stages[index].parameters
         return cost_model.averaging_s(swarm.machines[number], size, parameters, mixed=mixed[index])
 
-    return max(seconds(index, same[0]) for index, kinds in enumerate(swarm.kinds) for same in kinds)
+    return max(seconds(index, kind[0]) for index, kinds in enumerate(swarm.kinds) for kind in kinds)
 
 
 def _snapshot_bytes_per_s(swarm: Swarm) -> float:
@@ -220,10 +220,10 @@ def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
 
 
 # Bounds of the search for settings.
-_MOST_STAGES: Final = 64
+_MAX_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_DATALOADER_BATCH: Final = 1024
-_MOST_COUNTS: Final = 8  # numbers of machines
+_MAX_COUNTS: Final = 8  # numbers of machines to compare
 
 
 def make_plan(
@@ -234,7 +234,7 @@ def make_plan(
     largest_batch_size: int = LARGEST_BATCH,
 ) -> Plan:
     """Choose the best setting, and the best machine alone; the first of `machines` is the starter."""
-    # Without a given target, the best is the smallest target that is nearly as fast as any up to the largest.
+    # Without `target_batch_size`, choose the smallest that is nearly as fast as any other up to the largest.
     sizes = [target_batch_size] if target_batch_size else _powers(largest_batch_size)
     predictions = list(_predictions(model, machines, sizes))
     best = _best(predictions)
@@ -261,14 +261,12 @@ def _powers(largest: int) -> list[int]:
 
 
 def _predictions(model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int]) -> Iterable[Prediction]:
-    """Predict each number of stages and target batch size, with the best machines, batches and microbatches."""
-    for num_stages in range(1, min(len(model.blocks), len(machines), _MOST_STAGES) + 1):
+    """Predict the speed for each number of stages and target batch size, with the best machines and smaller batches."""
+    for num_stages in range(1, min(len(model.blocks), len(machines), _MAX_STAGES) + 1):
         all_machines = Predictor(model, machines, num_stages)
         if not all_machines.possible:
             continue
-        fewer = [
-            Predictor(model, machines, num_stages, _LIMITS, count) for count in all_machines.counts[1:_MOST_COUNTS]
-        ]
+        fewer = [Predictor(model, machines, num_stages, _LIMITS, count) for count in all_machines.counts[1:_MAX_COUNTS]]
         for target in batch_sizes:
             best = all_machines.predict(_best_sizes(all_machines, num_stages, target))
             for predictor in fewer:
@@ -279,7 +277,7 @@ def _predictions(model: ModelProfile, machines: Sequence[Machine], batch_sizes: 
 
 
 def _best_sizes(predictor: Predictor, num_stages: int, target: int) -> Setting:
-    """Choose the smallest batches, and with them the smallest microbatches, that are nearly as fast as any."""
+    """Choose the smallest batches, and with them the smallest microbatches, that are nearly as fast as the best."""
     settings = [
         Setting(num_stages=num_stages, microbatch_size=size, batch_size=batch_size, target_batch_size=target)
         for batch_size in (*_powers(min(target - 1, _LARGEST_DATALOADER_BATCH)), target)
@@ -295,12 +293,13 @@ def _best(predictions: Sequence[Prediction]) -> Prediction | None:
     """Choose the smallest target batch that is fast enough, then the fewest stages that are nearly as fast."""
     if not predictions:
         return None
-    fast = _fast(predictions, FAST_ENOUGH)
+    fast = _at_least(predictions, FAST_ENOUGH)
     size = min(prediction.setting.target_batch_size for prediction in fast)
     compared = [prediction for prediction in predictions if prediction.setting.target_batch_size == size]
-    return min(_fast(compared, SAME), key=lambda prediction: prediction.setting.num_stages)
+    return min(_at_least(compared, SAME), key=lambda prediction: prediction.setting.num_stages)
 
 
-def _fast(predictions: Sequence[Prediction], share: float) -> list[Prediction]:
+def _at_least(predictions: Sequence[Prediction], share: float) -> list[Prediction]:
+    """Return the predictions whose speed is at least this share of the fastest."""
     fastest = max(prediction.samples_per_s for prediction in predictions)
     return [prediction for prediction in predictions if prediction.samples_per_s >= share * fastest]

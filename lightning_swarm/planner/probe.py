@@ -19,28 +19,27 @@ from lightning_swarm.planner.records import BlockProfile, ModelProfile
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import number_bytes
 
-_ROWS: Final = 4  # samples of the measurement, if the model brings no example
+_ROWS: Final = 4  # samples in `measure_transformer`
 _REPEATS: Final = 3
 
 
 def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
-    """Count the costs of a model's blocks by a run on meta tensors; the LightningModule is on meta afterwards."""
+    """Count the costs of a model by running it on meta tensors; the model stays on the meta device."""
     blocks = find_blocks(model, pipeline)
     if example is None:
         raise ConfigError(
-            f"to count what a sample costs, the model must have an example, and {type(model).__name__}"
-            ".example_input_array is None. Set it to a batch of what `forward` takes, or describe the model by "
-            "--layers, --width and --sequence."
+            f"counting a sample's costs needs an example, but {type(model).__name__}.example_input_array is None. "
+            "Set it to a batch of inputs of `forward`, or describe the model by --layers, --width and --sequence."
         )
     structure, tensors = serialization.flatten(example)  # each tensor has a row for each sample
     num_rows = tensors[0].shape[0]
     example = serialization.unflatten(structure, [tensor.to("meta") for tensor in tensors])
     model.to("meta")
     calls = _run_on_meta(model, blocks, example)
-    counted = tuple(_cost(block, *calls[id(block)], num_rows) for block in blocks.modules)
+    counted = tuple(_count_block(block, *calls[id(block)], num_rows) for block in blocks.modules)
     first = serialization.flatten(calls[id(blocks.modules[0])][0][0])[1]
     extras = serialization.flatten(calls[id(blocks.modules[-1])][0][1])[1]
-    around = _around(model, blocks.modules, counted, example)
+    around = _count_around(model, blocks.modules, counted, example)
     return ModelProfile(
         blocks=counted,
         input_bytes=_bytes(first) // num_rows,
@@ -54,22 +53,22 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
 
 
 def _run_on_meta(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, tuple[Arguments, Any]]:
-    """Run the model, and return the arguments and the output of each block's first call, by its `id`."""
+    """Run the model, and return each block's `id` with the arguments and the output of its first call."""
     with recorded_calls(blocks.modules) as calls:
         try:
             time_costs(model, blocks, example)
         except (NotImplementedError, RuntimeError) as error:
             raise ConfigError(
-                f"to count what a sample costs, {type(model).__name__} is run without numbers (on torch's meta "
-                f"device), and it needs some: {error}. Describe it by --layers, --width and --sequence."
+                f"to count a sample's costs, {type(model).__name__} must run on torch's meta device, where tensors "
+                f"have no values, got {error}. Describe the model by --layers, --width and --sequence."
             ) from error
     return calls
 
 
-def _around(
+def _count_around(
     model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[BlockProfile], example: Any
 ) -> BlockProfile:
-    """Count the layers in no block: the whole forward beyond the blocks, with twice as much for its backward."""
+    """Count the layers outside the blocks: the costs of the model minus the blocks'. A backward costs two forwards."""
     held = {id(parameter) for block in modules for parameter in block.parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in held)
     if not parameters:
@@ -77,7 +76,7 @@ def _around(
     args, kwargs = example_arguments(example)
     num_rows = serialization.flatten(example)[1][0].shape[0]
     with torch.enable_grad():
-        flop, graph_bytes = _counted(model, lambda: model(*args, **kwargs))
+        flop, graph_bytes = _count_call(model, lambda: model(*args, **kwargs))
     return BlockProfile(
         parameters=parameters,
         flop=max(0.0, 3.0 * flop / num_rows - sum(block.flop for block in counted)),
@@ -86,7 +85,7 @@ def _around(
     )
 
 
-def _counted(module: nn.Module, compute: Callable[[], object]) -> tuple[int, int]:
+def _count_call(module: nn.Module, compute: Callable[[], object]) -> tuple[int, int]:
     """Run a computation, and return its flop and the bytes that autograd saves for backward, without parameters."""
     parameters = {id(parameter) for parameter in module.parameters()}
     saved: dict[int, Tensor] = {}
@@ -106,10 +105,10 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _cost(block: nn.Module, arguments: Arguments, output: Any, num_rows: int) -> BlockProfile:
-    """Count the costs of a block, by its call with these arguments."""
+def _count_block(block: nn.Module, arguments: Arguments, output: Any, num_rows: int) -> BlockProfile:
+    """Count the costs of a block by calling it with these arguments."""
     with torch.enable_grad():
-        flop, graph_bytes = _counted(block, prepare_call(block, arguments))
+        flop, graph_bytes = _count_call(block, prepare_call(block, arguments))
     outputs = serialization.flatten(output)[1]
     return BlockProfile(
         parameters=sum(parameter.numel() for parameter in block.parameters()),

@@ -1,11 +1,11 @@
-"""The records from which a plan is made, and the plan itself."""
+"""Records of machines, models and settings, from which a plan is made, and the plan itself."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-LARGEST_BATCH: Final = 4096  # maximum samples of a step, unless another number is given
+LARGEST_BATCH: Final = 4096  # maximum samples of a step, unless the caller sets another
 USUAL_MICROBATCH: Final = 8  # samples of a microbatch, for estimates that are made before its size is chosen
 
 
@@ -20,7 +20,7 @@ class Code:
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """The encoding of a run's tensors; None: they travel unencoded."""
+    """The encoding of a run's tensors; None: tensors are sent unencoded."""
 
     activations: Code | None = None  # between stages, and to and from the trainer
     gradients: Code | None = None  # in backward
@@ -41,8 +41,8 @@ class TransferSize:
 def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
     """Return the size of a sample's tensor on a link.
 
-    Not encoded are tensors without numbers to encode (`number_bytes` of 0, such as tokens), tensors of microbatches
-    that are too small for the codec, and numbers that the codec would not shorten.
+    Tensors are not encoded if they have no numbers to encode (`number_bytes` of 0, such as tokens), if a microbatch is
+    too small for the codec, or if the codec would not make them smaller.
     """
     numbers = num_bytes / number_bytes if number_bytes else 0.0
     if code is None or numbers * USUAL_MICROBATCH < code.smallest or code.bits >= 8 * number_bytes:
@@ -58,13 +58,13 @@ class Machine:
     """One machine, and its link to all others."""
 
     name: str
-    flop_per_s: float  # measured, not its data sheet's
+    flop_per_s: float  # measured, not from its data sheet
     memory_bytes: float  # memory of the computing device
     up_bytes_per_s: float
     down_bytes_per_s: float  # while it sends at full rate
     latency_s: float = 0.0  # half of a round trip to another machine
     processor: Processor = "accelerator"
-    host_memory_bytes: float = 0.0  # beside the device's, for offloading when the machine trains alone
+    host_memory_bytes: float = 0.0  # besides the device's memory, for offloading when the machine trains alone
     bus_bytes_per_s: float = 0.0  # between the two memories, each way; 0: it cannot offload
 
 
@@ -138,7 +138,7 @@ class Times:
 
     @property
     def step_s(self) -> float:
-        """The length of a step: its parts follow one another."""
+        """The length of a step, whose parts follow one another."""
         return self.forward_s + self.backward_s + self.fill_s + self.around_s + self.averaging_s + self.closing_s
 
 
@@ -161,7 +161,7 @@ class Prediction:
     times: Times
     slowest: str  # the bottleneck of forward and backward, in words
     line_share: float  # share of the bottleneck's time that its link takes
-    utilisation: float  # computed, as a share of what all machines of the list could compute
+    utilisation: float  # share of the flop that all machines of the list could compute
     stages: tuple[tuple[str, ...], ...]  # names of machines
     left_out: tuple[str, ...]  # machines that cannot hold a stage
     spared: tuple[str, ...]  # machines without which the swarm is faster
@@ -179,7 +179,7 @@ class OneMachine:
 
     name: str
     samples_per_s: float  # upper bound
-    offloads: bool  # weights and optimizer do not fit into the device's memory, and stay in the host's
+    offloads: bool  # weights and optimizer stay in the host's memory, because the device's is too small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class Now:
     samples_per_s: float  # samples through all stages
     sent_bytes_per_s: float  # all peers together
     predicted_samples_per_s: float | None = None  # None: no setting, or the machines cannot train with it
-    unmeasured: tuple[str, ...]  # peers that the plan leaves out, as their rate is not known yet
+    unmeasured: tuple[str, ...]  # peers that the plan leaves out, because their rate is not known yet
     assumed_lines: tuple[str, ...]  # peers of the plan whose links were not measured
 
 
@@ -199,7 +199,7 @@ class Uncut:
     """The speed, traffic and memory of trainers that each compute the whole model: `num_stages=1`, `role='both'`."""
 
     target_batch_size: int
-    computing_s: float  # computing of a step, where each free trainer takes the next batch
+    computing_s: float  # of a step, in which each free trainer takes the next batch
     averaging_s: float  # averaging, and the optimizer's step
     closing_s: float  # deciding the step
     trainers: tuple[str, ...]  # names of machines
@@ -211,7 +211,7 @@ class Uncut:
 
     @property
     def step_s(self) -> float:
-        """The length of a step: its parts follow one another."""
+        """The length of a step, whose parts follow one another."""
         return self.computing_s + self.averaging_s + self.closing_s
 
     @property
@@ -220,14 +220,14 @@ class Uncut:
         return self.target_batch_size / self.step_s
 
 
-ENOUGH: Final = 1.3  # least gain over one machine: predictions have been that far off, see `docs/planning.md`
+MIN_GAIN: Final = 1.3  # over one machine: predictions have been that far off, see `docs/planning.md`
 FAST_ENOUGH: Final = 0.9  # sufficient share of the best rate of any batch: larger batches mean fewer steps
-SAME: Final = 0.98  # share of a rate that counts as equal, and justifies no cut, more stages or larger batches
+SAME: Final = 0.98  # a speed of this share of the best counts as equal; of equal settings, the simplest is chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The best setting of a swarm beside the best machine alone."""
+    """The best setting of a swarm, and the best machine alone for comparison."""
 
     best: Prediction | None  # None: no setting fits the machines
     alone: OneMachine | None  # None: no machine holds the model
@@ -244,7 +244,7 @@ class Plan:
 
     @property
     def stays_whole(self) -> bool:
-        """True if a swarm without a cut is as fast as any, and so preferred because it is simpler."""
+        """True if a swarm without a cut is as fast as the best with one; it is preferred because it is simpler."""
         return self.uncut is not None and (
             self.best is None or self.uncut.samples_per_s >= SAME * self.best.samples_per_s
         )
@@ -259,7 +259,7 @@ class Plan:
 
     @property
     def possible(self) -> bool:
-        """True if anything can train the model."""
+        """True if a swarm or a machine can train the model."""
         return self.samples_per_s is not None or self.alone is not None
 
     def as_json(self) -> dict[str, Any]:
@@ -271,4 +271,4 @@ class Plan:
     @property
     def worth_it(self) -> bool:
         """True if the swarm's gain exceeds the error of predictions."""
-        return self.samples_per_s is not None and (self.gain is None or self.gain >= ENOUGH)
+        return self.samples_per_s is not None and (self.gain is None or self.gain >= MIN_GAIN)

@@ -21,11 +21,11 @@ from lightning_swarm.protocol.settings import RebalancingRule
 
 HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
-_MANY: Final = 100  # number of trainers above which averaging in groups may be better
+_MANY: Final = 100  # number of trainers from which averaging in groups may be better
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Write a number of bytes in the unit that suits."""
+    """Write a number of bytes with a suitable unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.3g} {unit}"
@@ -37,7 +37,7 @@ def _gb_per_hour(bytes_per_s: float) -> str:
 
 
 def _wrapped(text: str) -> str:
-    """Wrap long lines; their further lines are indented alike."""
+    """Wrap long lines, and indent their continuations equally."""
     lines = []
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
@@ -58,12 +58,12 @@ def new_figure(size_inches: tuple[float, float], **options: Any) -> Any:
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Write a picture, whose kind follows from the ending of `path`, or raise `ConfigError`."""
+    """Write a picture in the format that the suffix of `path` names, or raise `ConfigError`."""
     try:
         figure.savefig(path, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} must be a picture that can be written: {error}. Name another file, such as out.png."
+            f"a picture must be a writable file of a known format, got {path}: {error}. Name another, such as out.png."
         ) from error
 
 
@@ -77,16 +77,16 @@ _LATENCIES_MS: Final = (0, 50, 200)
 # Computing grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
 # Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
-    """Return the share of its time for which a machine with a stage of one block computes, one sample at a time."""
+    """Return the share of time in which a machine with a stage of one block computes, one sample at a time."""
     costs = block(width, sequence)
     computing_s = costs.flop / flop_per_s
-    # Activations, and gradients, arrive while others leave, but not while the machine computes. Nothing hides the
-    # latency, so a swarm with many microbatches under way is faster.
+    # Tensors arrive while other tensors leave, but not while the machine computes. Latency counts in full, although
+    # a swarm with many microbatches under way hides it.
     return computing_s / (computing_s + 2 * (costs.output_bytes / line_bytes_per_s + latency_s))
 
 
 def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
-    """Draw how busy a machine is with a block, by its width, for some links and latencies; mark the model's `width`."""
+    """Draw a machine's busy share by the width of a block, for some links and latencies; mark the model's `width`."""
     figure = new_figure((10, 4), layout="constrained")
     rates, delays = figure.subplots(1, 2, sharey=True)
     slower = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
@@ -94,7 +94,7 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
     by_delay = {f"{delay_ms} ms": (slower, delay_ms / 1e3) for delay_ms in _LATENCIES_MS}
     rates.set_title(f"{machine.name}, by its link's rate")
     delays.set_title(f"{machine.name}, {slower * 8 / 1e6:g} Mb/s, by latency")
-    rates.set_ylabel("share of its time that it computes")
+    rates.set_ylabel("share of time spent computing")
     for axes, curves_by_label in ((rates, by_rate), (delays, by_delay)):
         for label, link in curves_by_label.items():
             axes.plot(WIDTHS, [busy_share(size, sequence, machine.flop_per_s, *link) for size in WIDTHS], label=label)
@@ -111,10 +111,10 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
 
 
 def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
-    """Describe a live swarm beside the plan for it; `line_bytes_per_s` is the assumed rate of unmeasured links."""
+    """Compare a live swarm with the plan for it; `line_bytes_per_s` is the assumed rate of unmeasured links."""
     measured, predicted = now.samples_per_s, now.predicted_samples_per_s
     if now.setting is None:
-        parts = ["Now", "  no step was decided yet"]
+        parts = ["Now", "  no step has been decided yet"]
     else:
         parts = ["Now", *_setting_lines(now.setting, "   samples of the newest step")]
     rows = [
@@ -162,12 +162,12 @@ def describe(model: ModelProfile, plan: Plan) -> str:
     elif best is None:
         largest = max(block.parameters for block in model.blocks)
         parts.append(
-            "Each machine has to hold a stage, and the one that starts the run also trains. The smallest stage is "
+            "Each machine must hold a stage, and the machine that starts the run also trains. The smallest stage is "
             f"one block, of up to {largest / 1e6:.1f}M parameters. Use machines with more memory, more of them, "
             "or a model of smaller blocks."
         )
     else:
-        parts += [_settings(best), _figures(model, best), _reasons(model, plan, best)]
+        parts += [_settings(best), _expected(model, best), _reasons(model, plan, best)]
     return _wrapped("\n\n".join(parts))
 
 
@@ -176,17 +176,17 @@ def _verdict(plan: Plan) -> str:
     by_itself = ""
     if alone is not None:
         how = ", with weights and optimizer in its host's memory," if alone.offloads else ""
-        by_itself = f"{alone.name} alone{how} does {alone.samples_per_s:.3g} samples/s with the plain Trainer"
+        by_itself = f"{alone.name} alone{how} reaches {alone.samples_per_s:.3g} samples/s with the plain Trainer"
     if plan.samples_per_s is None:
         return (
-            f"No swarm of these machines can train it. {by_itself + '.' if by_itself else 'Nor can one of them alone.'}"
+            f"No swarm of these machines can train it. {by_itself + '.' if by_itself else 'Nor can any of them alone.'}"
         )
     if plan.gain is None:
         return "Worth it: no machine of the list holds the model by itself, and together they train it."
     times = f"the swarm {plan.samples_per_s:.3g}: {plan.gain:.2f} times as much"
     if plan.worth_it:
         return f"Worth it: {by_itself}, {times}."
-    why = "less than it takes to make up for what may go wrong, and for what a prediction is off"
+    why = "too little to make up for faults and for the error of predictions"
     return f"Not worth it: {by_itself}, {times}" + (f", {why}." if plan.gain >= 1.0 else ".")
 
 
@@ -197,8 +197,8 @@ def _without_a_cut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) ->
         ("role", "both"),
         ("target_batch_size", f"{uncut.target_batch_size}"),
     ]
-    chosen = ["Choose", *table_lines(rows, indent="  "), "", f"  trainers: {_counted(uncut.trainers)}"]
-    chosen += _not_used(uncut, "the model")
+    chosen = ["Choose", *table_lines(rows, indent="  "), "", f"  trainers: {_counted_names(uncut.trainers)}"]
+    chosen += _unused_lines(uncut, "the model")
     sent_bytes_per_s = uncut.sent_bytes * len(uncut.trainers) / uncut.step_s
     rows = [
         ("samples/s", f"{uncut.samples_per_s:.3g}, a step in {uncut.step_s:.3g} s"),
@@ -214,42 +214,42 @@ def _why_uncut(model: ModelProfile, uncut: Uncut, cut: Prediction | None) -> str
     parts = (uncut.computing_s, uncut.averaging_s, uncut.closing_s)
     computing, averaging, closing = (f"{100 * seconds / uncut.step_s:.0f} %" for seconds in parts)
     spent = f"{averaging} goes into averaging gradients and into the optimizer, {closing} into agreeing on it"
-    lines = ["Why", f"  {computing} of a step is computing, {spent}. More samples a step share the last two."]
+    lines = ["Why", f"  {computing} of a step is computing, {spent}. More samples a step reduce the last two."]
     lines += _uncounted(model)
     if cut is not None:
         stages = "one stage" if cut.setting.num_stages == 1 else f"{cut.setting.num_stages} stages"
         lines.append(f"  With one trainer, and {stages} on servers, it would be {cut.samples_per_s:.3g} samples/s.")
-    ddp = f"  DDP, with the same share of a step for each, and gradients as they are: {uncut.ddp_samples_per_s:.3g}"
+    ddp = f"  DDP, with equal shares of a step, and unencoded gradients: {uncut.ddp_samples_per_s:.3g}"
     simpler = uncut.ddp_samples_per_s >= SAME * uncut.samples_per_s
     lines.append(f"{ddp}{'. If no machine comes or goes, choose it: it is simpler' if simpler else ''}.")
     if len(uncut.trainers) >= _MANY:
         lines.append(
-            "  Here all average with all in each step. `hivemind.Optimizer`, which averages in groups, is made for "
-            "hundreds of trainers; its steps are not exact."
+            "  Here all trainers average together in each step. `hivemind.Optimizer` averages in groups, for "
+            "hundreds of trainers, and its steps are not exact."
         )
     return "\n".join(lines)
 
 
-def _not_used(plan: Prediction | Uncut, what: str) -> list[str]:
+def _unused_lines(plan: Prediction | Uncut, what: str) -> list[str]:
     lines = []
     if plan.left_out:
-        lines.append(f"  left out, because they cannot hold {what}: {_counted(plan.left_out)}")
+        lines.append(f"  left out, because they cannot hold {what}: {_counted_names(plan.left_out)}")
     if plan.spared:
-        lines.append(f"  not needed, it is faster without: {_counted(plan.spared)}")
+        lines.append(f"  not needed, because the swarm is faster without: {_counted_names(plan.spared)}")
     return lines
 
 
 def _settings(best: Prediction) -> str:
     lines = ["Choose", *_setting_lines(best.setting), ""]
-    lines += [f"  stage {index}: {_counted(names)}" for index, names in enumerate(best.stages)]
-    return "\n".join([*lines, *_not_used(best, "a stage")])
+    lines += [f"  stage {index}: {_counted_names(names)}" for index, names in enumerate(best.stages)]
+    return "\n".join([*lines, *_unused_lines(best, "a stage")])
 
 
-def _counted(names: Sequence[str]) -> str:
+def _counted_names(names: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _figures(model: ModelProfile, best: Prediction) -> str:
+def _expected(model: ModelProfile, best: Prediction) -> str:
     million_gb = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
     wire = model.wire
     codes = {"activations": wire.activations, "gradients": wire.gradients, "averaging": wire.averaging}
@@ -257,7 +257,7 @@ def _figures(model: ModelProfile, best: Prediction) -> str:
     rows = [
         ("samples/s", f"{best.samples_per_s:.3g}, a step in {best.times.step_s:.3g} s"),
         ("machines compute", f"{100 * best.utilisation:.0f} % of what they could"),
-        ("a microbatch at a boundary", _crossing(best)),
+        ("a microbatch at a boundary", _boundary_text(best)),
         *([("bits of a number", encoded)] if encoded else []),
         *((f"{name} sends in a step", format_bytes(num_bytes)) for name, num_bytes in best.step_bytes.items()),
         ("all machines send", f"{_gb_per_hour(best.sent_bytes_per_s)}, {million_gb:,.0f} GB for a million samples"),
@@ -266,7 +266,7 @@ def _figures(model: ModelProfile, best: Prediction) -> str:
     return "\n".join(["Expect", *table_lines(rows, indent="  ")])
 
 
-def _crossing(best: Prediction) -> str:
+def _boundary_text(best: Prediction) -> str:
     if not best.boundary_bytes:
         return "there is no boundary"
     forward, back = max(best.boundary_bytes), max(best.boundary_gradient_bytes)
@@ -279,30 +279,31 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     def share(seconds: float) -> str:
         return f"{100 * seconds / times.step_s:.0f} % of a step"
 
-    means = "Faster links would help most, or a wider model."
+    advice = "Faster links would help most, or a wider model."
     if best.line_share <= 0.5:
-        means = "More machines would help most, or faster ones."
+        advice = "More machines would help most, or faster ones."
     lines = [
         "Why",
-        f"  {share(times.forward_s + times.backward_s)} goes by at the pace of the slowest machine: {best.slowest}.",
-        f"  {100 * best.line_share:.0f} % of its time it waits for its link, the rest it computes. {means}",
+        f"  {share(times.forward_s + times.backward_s)} is spent at the pace of the slowest machine: {best.slowest}.",
+        f"  {100 * best.line_share:.0f} % of this time it waits for its link, and computes in the rest. {advice}",
     ]
     if len(best.stages) > 1:
         lines.append(
             f"  {share(times.fill_s)} is waiting for the first microbatch to come through the other stages, and for "
-            "the last to come back. More microbatches in a batch make it less."
+            "the last to come back. More microbatches in a batch reduce this share."
         )
     if times.around_s:
-        lines.append(f"  {share(times.around_s)} is the trainer with embeddings and head, while all stages wait.")
+        lines.append(f"  {share(times.around_s)} is the trainer's work on embeddings and head, while all stages wait.")
     lines.append(
         f"  {share(times.averaging_s)} goes into averaging gradients within the stages and into the optimizer, "
-        f"{share(times.closing_s)} into agreeing on it. More samples a step share both."
+        f"{share(times.closing_s)} into agreeing on it. More samples a step reduce both."
     )
     return "\n".join(lines + _remarks(model, plan, best))
 
 
 def _uncounted(model: ModelProfile) -> list[str]:
-    return [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
+    names = model.wire.uncounted
+    return [f"  The size of tensors encoded by {name} is unknown; they count as unencoded." for name in names]
 
 
 def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
@@ -344,8 +345,8 @@ def span_table(results: Mapping[RebalancingRule, Sequence[Sequence[Span]]]) -> s
     rows: list[tuple[str, ...]] = [("rule", *_SPAN_COLUMNS)]
     rows += [(rule, *(_mean(runs, *column) for column in _SPAN_COLUMNS.values())) for rule, runs in results.items()]
     if all(span.sent_bytes is not None for runs in results.values() for spans in runs for span in spans):
-        more = [_MICROBATCH_HEAD, *map(_microbatch_cells, results.values())]
-        rows = [row + cells for row, cells in zip(rows, more, strict=True)]
+        added = [_MICROBATCH_HEAD, *map(_microbatch_cells, results.values())]
+        rows = [row + cells for row, cells in zip(rows, added, strict=True)]
     return "\n".join(table_lines(rows, numbers=True))
 
 
@@ -356,7 +357,7 @@ def _microbatch_cells(runs: Sequence[Sequence[Span]]) -> tuple[str, ...]:
 
 
 def _mean(runs: Sequence[Sequence[Span]], digits: int, value_of: Callable[[Sequence[Span]], float]) -> str:
-    # A run gives NaN for a time in which no assignment could compute samples.
+    # A run's value is NaN for a time in which no assignment could compute samples.
     known = [value for value in map(value_of, runs) if not math.isnan(value)]
     return f"{statistics.fmean(known):.{digits}f}" if known else "-"
 
@@ -372,19 +373,24 @@ def _length_s(spans: Sequence[Span]) -> float:
 def draw_spans(results: Mapping[RebalancingRule, Sequence[Sequence[Span]]], path: Path) -> None:
     """Draw samples/s beside the best, peers per stage, and moves, over the hours of the first seed."""
     drawn = [curves(runs[0]) for runs in results.values()]
-    more = [name for name in _MICROBATCH_CURVES if all(name in lines for _, lines in drawn)]
-    figure = new_figure((6 * len(results), 7 + 2 * len(more)))
-    panels = figure.subplots(3 + len(more), len(results), sharex=True, sharey="row", squeeze=False)
-    for rule, (hours, lines), (rate, peers, moves, *others) in zip(results, drawn, panels.T, strict=True):
+    names = [name for name in _MICROBATCH_CURVES if all(name in lines for _, lines in drawn)]
+    figure = new_figure((6 * len(results), 7 + 2 * len(names)))
+    panels = figure.subplots(3 + len(names), len(results), sharex=True, sharey="row", squeeze=False)
+    for rule, (hours, lines), (rate, peers, moves, *curve_axes) in zip(results, drawn, panels.T, strict=True):
         rate.set_title(f"rule: {rule}")
         rate.plot(hours, lines["best"], color="tab:gray", label="best assignment")
         rate.plot(hours, lines["samples_per_s"], color="tab:blue", label="swarm")
         peers.fill_between(hours, lines["fewest"], lines["most"], step="mid", color="tab:blue", alpha=0.4)
         moves.plot(hours, lines["moves"], color="tab:blue")
-        for axes, name in zip(others, more, strict=True):
+        for axes, name in zip(curve_axes, names, strict=True):
             axes.plot(hours, lines[name], color="tab:blue")
         panels[-1, 0].set_xlabel("hours")
-    labels = ["samples/s", "peers a stage,\nfewest to most", "moves so far", *map(_MICROBATCH_CURVES.__getitem__, more)]
+    labels = [
+        "samples/s",
+        "peers a stage,\nfewest to most",
+        "moves so far",
+        *(_MICROBATCH_CURVES[name] for name in names),
+    ]
     for axes, label in zip(panels[:, 0], labels, strict=True):
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0.0)

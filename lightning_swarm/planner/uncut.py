@@ -10,28 +10,29 @@ from lightning_swarm.planner.records import FAST_ENOUGH, SAME, Machine, ModelPro
 
 
 def held_bytes(model: ModelProfile) -> float:
-    """Return a trainer's bytes beside the graph of a batch: its server's state, and the module's own weights."""
+    """Return a trainer's bytes without the graph of a batch: its server's state, and the module's own weights."""
     return cost_model.state_bytes(model, model.parameters) + model.parameters * model.weight_bytes
 
 
 def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int]) -> Uncut | None:
-    """Choose the smallest target batch that is fast enough, and its machines; None: fewer than two hold the model."""
+    """Choose the smallest target batch that is fast enough, and its machines; None if fewer than two hold the model."""
     needed = held_bytes(model) + model.graph_bytes
-    fit = sorted((one for one in machines if one.memory_bytes >= needed), key=lambda machine: -machine.flop_per_s)
+    fit = [machine for machine in machines if machine.memory_bytes >= needed]
+    fit.sort(key=lambda machine: -machine.flop_per_s)
     if len(fit) < 2:
         return None
     left_out = tuple(machine.name for machine in machines if machine.memory_bytes < needed)
     found = [replace(_of_fastest(model, fit, size), left_out=left_out) for size in batch_sizes]
-    enough = FAST_ENOUGH * max(one.samples_per_s for one in found)
-    return next(one for one in found if one.samples_per_s >= enough)
+    fast_enough = FAST_ENOUGH * max(uncut.samples_per_s for uncut in found)
+    return next(uncut for uncut in found if uncut.samples_per_s >= fast_enough)
 
 
 def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
-    """Predict the fewest of the fastest machines that are nearly as fast as any number of them."""
+    """Predict the speed of the fewest machines, fastest first, that are nearly as fast as any number of them."""
     counts = cost_model.machine_counts([machine.flop_per_s for machine in machines], 1)
     found = [_predict(model, machines[:count], size) for count in sorted(counts)]
-    most = SAME * max(one.samples_per_s for one in found)
-    best = next(one for one in found if one.samples_per_s >= most)
+    fast_enough = SAME * max(uncut.samples_per_s for uncut in found)
+    best = next(uncut for uncut in found if uncut.samples_per_s >= fast_enough)
     return replace(best, spared=tuple(machine.name for machine in machines[len(best.trainers) :]))
 
 

@@ -19,7 +19,7 @@ from lightning_swarm.protocol.settings import RebalancingRule
 
 @dataclass(frozen=True)
 class Change:
-    """A peer comes, changes its rate, or leaves."""
+    """A peer joins, changes its rate, or leaves."""
 
     at_s: float
     peer: PeerId
@@ -79,7 +79,7 @@ def simulate(scenario: Scenario) -> list[Span]:
 
 
 def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: float = math.inf) -> float:
-    """Return the samples in a time as a share of the best assignments' samples; NaN if these compute none."""
+    """Return the samples between two times as a share of the best assignments' samples; NaN if these compute none."""
     done = best = 0.0
     for span in spans:
         length_s = max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s))
@@ -93,7 +93,8 @@ def best_of(rates: Iterable[float], num_stages: int) -> float:
     return _cached_best_rate(tuple(sorted(rates)), num_stages)
 
 
-_cached_best_rate = functools.lru_cache(maxsize=1024)(policy.best_rate)  # rules are compared on the same peers
+# Cached, because all rules are simulated with the same peers.
+_cached_best_rate = functools.lru_cache(maxsize=1024)(policy.best_rate)
 
 
 class _Swarm:
@@ -107,7 +108,7 @@ class _Swarm:
         self._alive: dict[PeerId, float] = {}  # live peers -> rates
         self._arrivals: dict[PeerId, float] = {}  # joining or moving peers -> time at which they begin to serve
         self._left: dict[PeerId, set[int]] = {}  # peer -> stages that it left since the last change
-        self._look_s = self._begin_s + scenario.offset_s + scenario.interval_s
+        self._decision_s = self._begin_s + scenario.offset_s + scenario.interval_s
         self._churn = ChurnEstimate(self._begin_s)
         self.best = 0.0
 
@@ -126,25 +127,25 @@ class _Swarm:
     def next_s(self) -> float:
         """The time of the next event."""
         next_changes = (change.at_s for change in itertools.islice(self._changes, 1))
-        return min([self._look_s, *self._arrivals.values(), *next_changes])
+        return min([self._decision_s, *self._arrivals.values(), *next_changes])
 
     def advance(self, now_s: float) -> int:
         """Process the events that are due, and return the number of moves that begin."""
         arrived = self._arrive(now_s)
-        changed = False
+        has_changed = False
         while self._changes and self._changes[0].at_s <= now_s:
             self._change(self._changes.popleft())
-            changed = True
-        if changed:
+            has_changed = True
+        if has_changed:
             self._churn.note_change(now_s)
             for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
-                self._put(peer)  # it may go back to the stages that it left
+                self._put(peer)  # without `barred`: it may return to the stages that it left
             self._left.clear()
             self.best = best_of(self._alive.values(), self._scenario.num_stages)
-        looks = now_s >= self._look_s
-        if looks:
-            self._look_s = now_s + self._scenario.interval_s
-        moves = self._decide(now_s, seen=changed or arrived, looks=looks)
+        is_regular = now_s >= self._decision_s
+        if is_regular:
+            self._decision_s = now_s + self._scenario.interval_s
+        moves = self._decide(now_s, has_news=has_changed or arrived, is_regular=is_regular)
         for move in moves:
             self._left.setdefault(move.peer, set()).add(move.source)
             self._send(move.peer, move.target, now_s + self._scenario.move_s)
@@ -186,15 +187,15 @@ class _Swarm:
         self._stages.expect(peer, stage, self._alive[peer])
         self._arrivals[peer] = arrives_s
 
-    def _decide(self, now_s: float, *, seen: bool, looks: bool) -> list[Move]:
+    def _decide(self, now_s: float, *, has_news: bool, is_regular: bool) -> list[Move]:
         rule = self._scenario.rule
         if rule == "none":
             return []
         if rule == "paper":
-            return self._plan_as_paper() if looks else []
+            return self._plan_as_paper() if is_regular else []
         if rule != "gain":
             assert_never(rule)
-        if not (seen or looks):
+        if not (has_news or is_regular):
             return []
         move_s = [self._scenario.move_s] * self._scenario.num_stages
         return policy.plan(self._stages, policy.MoveCosts(move_s, self._churn.horizon_s(now_s)))

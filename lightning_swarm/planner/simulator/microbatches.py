@@ -42,7 +42,7 @@ class SyntheticBlock(nn.Module):
 
 
 class Simulated(L.LightningModule):
-    """A model of one block for each stage, whose input and output are as small as tokens and losses are."""
+    """A model of one block for each stage. Its input and output are as small as tokens and losses."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Work:
     size: int = 1  # samples per microbatch
     boundary_bytes: int = 1 << 12  # per sample, sent from a stage to the next
     stage_bytes: int = 1 << 12  # size of a stage's weights; its optimizer's state is twice as large
-    # Make the links of peers; a peer that is not listed has a link without limits.
+    # peer -> function that makes its link; a peer that is not listed has a link without limits
     lines: Mapping[PeerId, Callable[[], SimulatedLink]] = field(default_factory=dict)
     latency_s: float = 1e-4  # latency of each message, beside the latency of the links
 
@@ -89,25 +89,25 @@ class Work:
 
 
 def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
-    """Simulate a scenario, and return a span for each step, also for a step in which the run rolls back."""
+    """Simulate a scenario, and return a span for each step, including steps in which the run rolls back."""
     # `Scenario.move_s` and `join_s` mean nothing here: a peer that moves or joins downloads its stage.
-    first = _initial_rates(scenario)
+    initial = _initial_rates(scenario)
     strategy = InMemoryStrategy(
         seed=seed,
         num_stages=scenario.num_stages,
         role="trainer",  # a peer with all data, no stage, and a link without limits
         microbatch_size=work.size,
         # The first peer of both lists is the trainer, which holds no stage, so that its speed has no influence.
-        microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
-        links=[SimulatedLink(), *map(work.line, first)],
+        microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in initial.values())],
+        links=[SimulatedLink(), *map(work.line, initial)],
         latency_s=work.latency_s,
         rebalancing=Rebalancing(scenario.rule, interval=scenario.interval_s),
-        limits=Limits(max_in_flight=max(64, 4 * len(first))),
+        limits=Limits(max_in_flight=max(64, 4 * len(initial))),
     )
     events = _ScenarioEvents(strategy, scenario, work)
     with _quiet(), isolate_rng():
         torch.manual_seed(seed)  # the manifest contains the seed, so a fixed seed keeps message sizes equal
-        trainer = L.Trainer(**QUIET, devices=len(first) + 1, strategy=strategy, max_epochs=-1, callbacks=[events])
+        trainer = L.Trainer(**QUIET, devices=len(initial) + 1, strategy=strategy, max_epochs=-1, callbacks=[events])
         trainer.fit(
             Simulated(scenario.num_stages, work.boundary_bytes, work.stage_bytes), batches(work.per_step * work.size)
         )
@@ -142,7 +142,7 @@ class _ScenarioEvents(L.Callback):
         self._strategy = strategy
         self._scenario = scenario
         self._work = work
-        self._start_s: float | None = None  # the time of the scenario's first changes, on the loop's clock
+        self._start_s: float | None = None  # the time of the scenario's initial changes, on the loop's clock
         self._span_begin_s = scenario.changes[0].at_s  # time of the scenario
         self._names: dict[PeerId, PeerId] = {}  # name in the scenario -> peer id
         self._alive: dict[PeerId, float] = {}  # name in the scenario -> samples/s
@@ -160,7 +160,7 @@ class _ScenarioEvents(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._start_s is not None:
-            return  # a rollback starts training again, while the scenario's time goes on
+            return  # a rollback starts training again, but the scenario's time continues
         loop = self._strategy.virtual_loop
         self._start_s = loop.time()
         self._alive = _initial_rates(self._scenario)
@@ -171,7 +171,7 @@ class _ScenarioEvents(L.Callback):
 
     async def _make_changes(self) -> None:
         for change in self._scenario.changes:
-            if change.at_s == self._scenario.changes[0].at_s:  # one of the peers that the run began with
+            if change.at_s == self._scenario.changes[0].at_s:  # the run began with this peer
                 continue
             await asyncio.sleep(change.at_s - self._now_s)
             self._count_best()

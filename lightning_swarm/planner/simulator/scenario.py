@@ -20,18 +20,18 @@ from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
 from lightning_swarm.protocol.settings import RebalancingRule
 
-_MOST: Final = 1e12  # upper limit of every number
+_MAX_NUMBER: Final = 1e12  # upper limit of every number
 
 _Range: TypeAlias = float | tuple[float, float]  # a number, or the slowest and the fastest
 _MB: Final = 1e6
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Random peers, which come and go by chance."""
+    """Peers that join and leave at random."""
 
     number: int  # initial number; another peer takes the place of a peer that leaves
-    samples_per_s: _Range = 1.0  # rate of each; or slowest and fastest, and log-uniform between them
-    stay_hours: float = 0.0  # mean stay of a peer; 0: it stays to the end
+    samples_per_s: _Range = 1.0  # rate of each peer; or the slowest and the fastest, with log-uniform rates between
+    stay_hours: float = 0.0  # mean stay of a peer; 0: until the end
     back_minutes: float = 10.0  # mean time until the place of a peer that left is taken
 
 
@@ -51,8 +51,8 @@ class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     stages: int
     peers: Peers | None = None
-    # A file beside the scenario with lines `seconds,peer,samples_per_s`, ordered by time. The peer has that rate from
-    # then on; 0: it is gone.
+    # A file beside the scenario with lines `seconds,peer,samples_per_s`, ordered by time. The peer has this rate from
+    # this time on; 0: it is gone.
     trace: str | None = None
     hours: float = 0.0  # duration; 0: until the last line of the trace
     rules: tuple[RebalancingRule, ...] = get_args(RebalancingRule)  # simulated one after the other
@@ -66,7 +66,7 @@ class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ScenarioRuns:
-    """The runs that a scenario's file asks for."""
+    """The simulations that a scenario's file describes."""
 
     def __init__(self, path: Path) -> None:
         self.file = _read(path)
@@ -84,22 +84,24 @@ class ScenarioRuns:
 
     def work(self, seed: int) -> Work | None:
         """Make the work and the links of the peers; None: peers are simulated as rates."""
-        given = self.file.microbatches
-        if given is None:
+        microbatches = self.file.microbatches
+        if microbatches is None:
             return None
         rng = random.Random(seed)
-        lines = {peer: _line(given, rng) for peer in dict.fromkeys(change.peer for change in self._changes(seed))}
-        return Work(given.per_step, given.size, int(given.boundary_mb * _MB), int(given.stage_mb * _MB), lines)
+        peers = dict.fromkeys(change.peer for change in self._changes(seed))
+        lines = {peer: _line(microbatches, rng) for peer in peers}
+        sizes = (int(microbatches.boundary_mb * _MB), int(microbatches.stage_mb * _MB))
+        return Work(microbatches.per_step, microbatches.size, *sizes, lines)
 
     def _changes(self, seed: int) -> Sequence[Change]:
         return self._trace or _random_changes(self.file.peers, self.file.hours, seed)
 
 
-def _line(given: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:
+def _line(microbatches: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:
     """Draw the rate of a peer's link, and return a function that makes the link."""
-    mbit = _draw_between(given.mbit, rng)
+    mbit = _draw_between(microbatches.mbit, rng)
     bytes_per_s = mbit * 1e6 / 8 if mbit else math.inf
-    return lambda: SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), given.latency_ms / 1e3)
+    return lambda: SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), microbatches.latency_ms / 1e3)
 
 
 def _read(path: Path) -> ScenarioFile:
@@ -108,14 +110,14 @@ def _read(path: Path) -> ScenarioFile:
         plan = msgspec.convert(content, ScenarioFile)
     except OSError as error:
         raise ConfigError(
-            f"A scenario is a file, and {path} cannot be read: {error.strerror}. Name another."
+            f"a scenario must be a readable file, got {path}: {error.strerror}. Name another file."
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         fields = ", ".join(ScenarioFile.__struct_fields__)
         peer_fields, microbatch_fields = (", ".join(kind.__struct_fields__) for kind in (Peers, Microbatches))
         raise ConfigError(
-            f"{path} is no scenario: {error}. It is YAML and has {fields}; `peers` has {peer_fields}; `microbatches` "
-            f"has {microbatch_fields}."
+            f"a scenario must be YAML with the keys {fields}, got {path}: {error}. Correct it; `peers` has the keys "
+            f"{peer_fields}, and `microbatches` has {microbatch_fields}."
         ) from error
     _check(plan, path)
     return plan
@@ -123,12 +125,12 @@ def _read(path: Path) -> ScenarioFile:
 
 def _check(plan: ScenarioFile, path: Path) -> None:
     if (plan.peers is None) == (plan.trace is None):
-        raise ConfigError(f"{path}: a scenario has either `peers` or `trace`. Name one of them.")
+        raise ConfigError(f"{path}: a scenario must have either `peers` or `trace`. Set one of them.")
     if plan.peers is not None and not plan.hours:
-        raise ConfigError(f"{path}: `hours` must be more than 0 where `peers` are made up. Say for how long they run.")
+        raise ConfigError(f"{path}: `hours` must be above 0 with `peers`, got 0. Set the simulated duration.")
     for name, value, least in _lower_limits(plan):
-        if not least <= value <= _MOST:
-            rule = f"at most {_MOST:g}" if least <= value < math.inf else f"{least:g} or more"
+        if not least <= value <= _MAX_NUMBER:
+            rule = f"at most {_MAX_NUMBER:g}" if least <= value < math.inf else f"{least:g} or more"
             raise ConfigError(f"{path}: `{name}` must be {rule}, got {value:g}. Change it in the file.")
 
 
@@ -166,13 +168,13 @@ def _lower_limits(plan: ScenarioFile) -> list[tuple[str, float, float]]:
     return limits
 
 
-def _range(given: _Range) -> tuple[float, float]:
-    return given if isinstance(given, tuple) else (given, given)
+def _range(rate: _Range) -> tuple[float, float]:
+    return rate if isinstance(rate, tuple) else (rate, rate)
 
 
-def _draw_between(given: _Range, rng: random.Random) -> float:
+def _draw_between(rate: _Range, rng: random.Random) -> float:
     """Draw a rate, log-uniformly; 0 if the slowest is 0."""
-    slowest, fastest = _range(given)
+    slowest, fastest = _range(rate)
     return slowest * (fastest / slowest) ** rng.random() if slowest else 0.0
 
 
@@ -202,19 +204,19 @@ def _read_trace(path: Path) -> Sequence[Change]:
                 at_s, peer, samples_per_s = row
                 changes.append(Change(float(at_s), PeerId(peer.strip()), float(samples_per_s)))
     except OSError as error:
-        raise ConfigError(f"A trace is a file, and {path} cannot be read: {error.strerror}. Name another.") from error
+        raise ConfigError(f"a trace must be a readable file, got {path}: {error.strerror}. Name another.") from error
     except ValueError as error:
         raise ConfigError(
-            f"{path}, line {len(changes) + 1}: a trace has lines `seconds,peer,samples_per_s`: {error}. Mend that line."
+            f"{path}, line {len(changes) + 1}: a line must be `seconds,peer,samples_per_s`: {error}. Correct that line."
         ) from error
     before_s = -math.inf
     for number, change in enumerate(changes, start=1):
-        if not (before_s <= change.at_s <= _MOST and 0.0 <= change.samples_per_s <= _MOST):
+        if not (before_s <= change.at_s <= _MAX_NUMBER and 0.0 <= change.samples_per_s <= _MAX_NUMBER):
             raise ConfigError(
-                f"{path}, line {number}: times must not go back, and rates be from 0 to {_MOST:g}, got "
-                f"{change.at_s:g} and {change.samples_per_s:g}. Mend that line."
+                f"{path}, line {number}: times must not decrease, and rates must be from 0 to {_MAX_NUMBER:g}, got "
+                f"{change.at_s:g} and {change.samples_per_s:g}. Correct that line."
             )
         before_s = change.at_s
     if not changes or changes[0].at_s == changes[-1].at_s:
-        raise ConfigError(f"{path}: a trace has lines of two times at least, got {len(changes)} lines. Add some.")
+        raise ConfigError(f"{path}: a trace must have lines of at least two times, got {len(changes)} lines. Add some.")
     return changes

@@ -245,7 +245,7 @@ def test_who_was_not_measured_is_left_out_and_named() -> None:
     assert live.now.unmeasured == ("c", "d")
     assert live.now.samples_per_s == 3.0  # the second stage's: the first has two peers
     said = describe_now(make_plan(live.model, live.machines), live.now, ASSUMED.line_bytes_per_s)
-    assert "no step was decided yet" in said
+    assert "no step has been decided yet" in said
     assert "because too few measurements exist: c, d." in said
     assert "links of b, a" in said
     assert "100 Mb/s" in said

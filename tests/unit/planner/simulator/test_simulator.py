@@ -64,21 +64,24 @@ def test_a_trace_is_what_happened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{stages: 2", "is no scenario"),
+        ("{stages: 2", "a scenario must be YAML"),
         ("stages: two\n", "Expected `int`, got `str` - at `$.stages`"),
         ("{stages: 2, hour: 1}", "unknown field `hour`"),
-        ("{stages: 2, hours: 1, peers: {nunber: 3}}", "`peers` has number, samples_per_s, stay_hours, back_minutes"),
+        (
+            "{stages: 2, hours: 1, peers: {nunber: 3}}",
+            "`peers` has the keys number, samples_per_s, stay_hours, back_minutes",
+        ),
         ("{stages: 2, rules: [best], trace: trace.csv}", "Invalid enum value 'best'"),
         ("{stages: 2}", "either `peers` or `trace`"),
         ("{stages: 2, peers: {number: 4}, trace: trace.csv}", "either `peers` or `trace`"),
-        ("{stages: 2, peers: {number: 4}}", "`hours` must be more than 0"),
+        ("{stages: 2, peers: {number: 4}}", "`hours` must be above 0"),
         ("{stages: 4, hours: 1, peers: {number: 3}}", "`peers.number` must be 4 or more, got 3"),
         ("{stages: 2, hours: 1, peers: {number: 3, samples_per_s: 0}}", "`peers.samples_per_s` must be 1e-06 or more"),
         ("{stages: 2, hours: 1, peers: {number: 3, samples_per_s: [2, 1]}}", "must be 2 or more, got 1"),
         ("{stages: 2, hours: .inf, peers: {number: 3}}", "`hours` must be 0 or more, got inf"),
         ("{stages: 2, trace: trace.csv, move_s: -1}", "`move_s` must be 0 or more, got -1"),
         ("{stages: 2, trace: trace.csv, rules: []}", "`rules` must be 1 or more"),
-        ("{stages: 2, trace: no.csv}", "no.csv cannot be read"),
+        ("{stages: 2, trace: no.csv}", "no.csv: No such file"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -90,15 +93,15 @@ def test_what_cannot_be_is_refused(text: str, said: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("trace", "said"),
     [
-        ("0,a,1\n5,b\n", "line 2: a trace has lines `seconds,peer,samples_per_s`"),
+        ("0,a,1\n5,b\n", "line 2: a line must be `seconds,peer,samples_per_s`"),
         ("0,a,1\n5,b,fast\n", "line 2"),
-        ("5,a,1\n0,b,1\n", "line 2: times must not go back"),
-        ("0,a,1\n5,b,-1\n", "line 2: times must not go back, and rates be from 0 to 1e+12"),
+        ("5,a,1\n0,b,1\n", "line 2: times must not decrease"),
+        ("0,a,1\n5,b,-1\n", "line 2: times must not decrease, and rates must be from 0 to 1e+12"),
         ("0,a,1\n5,b,nan\n", "line 2"),
         ("nan,a,1\n5,b,1\n", "line 1"),
         ("0,a,-1\n5,b,1\n", "line 1"),
-        ("0,a,1\n0,b,1\n", "lines of two times at least"),
-        ("", "lines of two times at least"),
+        ("0,a,1\n0,b,1\n", "lines of at least two times"),
+        ("", "lines of at least two times"),
     ],
 )
 def test_a_trace_that_cannot_be_is_refused(trace: str, said: str, tmp_path: Path) -> None:
@@ -145,7 +148,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_command_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none], seeds: 1}")
     assert call(str(tmp_path / "none.yaml")) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "a scenario must be a readable file" in capsys.readouterr().err
     assert call(str(path), "--picture", str(tmp_path / "none" / "out.png")) == 2
     assert "Name another" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
