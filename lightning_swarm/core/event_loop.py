@@ -21,7 +21,7 @@ from lightning_swarm.core.tasks import cancel_and_wait, first_of
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-_UNWATCHED_S: Final = 1.0  # the lead watches for lost stages only during longer waits, because watching costs calls
+_UNWATCHED_S: Final = 1.0  # the lead watches for lost stages only while it waits for longer than this
 _CLEANUP_TIMEOUT_S: Final = 10.0  # longest wait for cleanup, or for the end of the loop's thread
 
 
