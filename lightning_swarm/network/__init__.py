@@ -92,9 +92,11 @@ class LinkEstimates(dict[str, LinkEstimate]):
 
     def add_sample(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
         """Add the sample of an exchange: bytes of the request and of the answer, and the seconds between them."""
-        if peer not in self and len(self) >= _MAX_LINKS:
-            return
-        link = self.setdefault(peer, LinkEstimate())
+        link = self.get(peer)
+        if link is None:
+            if len(self) >= _MAX_LINKS:
+                return
+            link = self[peer] = LinkEstimate()
         num_bytes = max(sent_bytes, received_bytes)
         if num_bytes <= _SHORT_BYTES:
             link.round_trip_s = took_s if link.round_trip_s is None else min(took_s, link.round_trip_s)

@@ -189,8 +189,10 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     fixed = _FIXED.pack(_MAGIC, _VERSION, kind, 0, exchange_id, len(control), payload_bytes, crc32(control))
     head = fixed + _CHECKSUM.pack(crc32(fixed)) + control
     if payload_bytes <= _JOIN_BYTES:
-        payload = b"".join(views)
-        return iter((b"".join((head, payload, _TRAILER.pack(_END, crc32(payload)))),))
+        checksum = 0
+        for view in views:
+            checksum = crc32(view, checksum)
+        return iter((b"".join((head, *views, _TRAILER.pack(_END, checksum))),))
     # The tensors are read when their chunks are written, and must not change until then. Contiguous tensors are not
     # copied, except for 64 KiB at both ends.
     return _buffers(head, views)
@@ -212,11 +214,12 @@ def exchange_id_of(data: bytes) -> int:
     return int(_FIXED.unpack_from(data)[4]) if len(data) >= HEADER_BYTES else 0
 
 
-def decode(data: bytes) -> Head:
+def decode(data: bytes, fixed: FixedHeader | None = None) -> Head:
     """Read a whole small message, except its tensors, which `take_tensors` reads; refuse over `SMALL_BYTES` of them."""
+    # `fixed` is its fixed header, if `parse_small` has read it already.
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
-    fixed = parse_small(data)
+    fixed = fixed or parse_small(data)
     if len(data) != fixed.num_bytes:
         raise ProtocolError(f"A message announces {fixed.num_bytes} bytes but has {len(data)}.")
     begin, end = HEADER_BYTES + fixed.control_bytes, len(data) - TRAILER_BYTES

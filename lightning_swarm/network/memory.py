@@ -243,7 +243,7 @@ class MemoryTransport(BaseTransport):
             self._network.remove(self.peer_id)
             self._break_off()
 
-    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> tuple[None, bytes]:
         network, tap = self._network, self._network.wire_tap
         network.find(peer)
         body = decode(request).body if tap else b""
@@ -256,7 +256,7 @@ class MemoryTransport(BaseTransport):
             if tap and tap.damages(self.peer_id, peer, method, body, answer=_body(answer), is_answer=True):
                 answer = _damage(answer)
             await network.wait_latency(peer, self.peer_id)
-            return bytes(await network.carry(peer, self.peer_id, answer))
+            return None, bytes(await network.carry(peer, self.peer_id, answer))
         except ConnectionError as error:
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
 

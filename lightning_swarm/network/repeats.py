@@ -99,32 +99,35 @@ class RunningAnswers:
     """Requests that are being answered. A repeat joins the request that it repeats."""
 
     def __init__(self) -> None:
-        self._running: dict[_Request, asyncio.Future[Message | None]] = {}
+        # request -> the answer for its repeats; None: no repeat has come. The answer is None if the request is
+        # cancelled; then a repeat runs the handler itself.
+        self._running: dict[_Request, asyncio.Future[Message | None] | None] = {}
 
     def joining(self, caller: PeerId, head: Head, respond: Responder) -> Responder:
         """Return a function that answers like `respond`, but runs it once for a request and its repeats."""
         request = caller, first_id_of(head.exchange_id), head.method, head.body
 
         async def answer(message: Message) -> Message:
-            while (running := self._running.get(request)) is not None:
-                joined = await asyncio.shield(running)
+            while request in self._running:
+                shared = self._running[request]
+                if shared is None:
+                    shared = self._running[request] = asyncio.get_running_loop().create_future()
+                joined = await asyncio.shield(shared)
                 if joined is not None:
                     return joined
-            return await self._run(request, respond, message)
+            self._running[request] = None
+            answer: Message | None = None
+            try:
+                answer = await respond(message)
+                return answer
+            except SwarmError as error:
+                if (shared := self._running[request]) is not None:
+                    shared.set_exception(error)
+                    shared.exception()  # marks the error as retrieved, because the repeat may be gone
+                raise
+            finally:
+                shared = self._running.pop(request)
+                if shared is not None and not shared.done():
+                    shared.set_result(answer)
 
         return answer
-
-    async def _run(self, request: _Request, respond: Responder, message: Message) -> Message:
-        self._running[request] = running = asyncio.get_running_loop().create_future()
-        answer: Message | None = None  # stays None if the request is cancelled; then a repeat runs the handler itself
-        try:
-            answer = await respond(message)
-            return answer
-        except SwarmError as error:
-            running.set_exception(error)
-            running.exception()  # marks the error as retrieved, because perhaps no repeat joined
-            raise
-        finally:
-            del self._running[request]
-            if not running.done():
-                running.set_result(answer)

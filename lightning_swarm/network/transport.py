@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -41,11 +41,22 @@ from lightning_swarm.network.access import CERTIFY, OPEN_METHODS, PING, Ban, Cre
 from lightning_swarm.network.admission import ByteBudget, StreamSlot
 from lightning_swarm.network.certification import Certification
 from lightning_swarm.network.exchanges import OpenAnswers, OpenExchanges
-from lightning_swarm.network.framing import Head, Kind
+from lightning_swarm.network.framing import FixedHeader, Head, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper, banned
 from lightning_swarm.network.liveness import Exchange, Liveness
 from lightning_swarm.network.repeats import RepeatedSend, RunningAnswers, repeated_id
-from lightning_swarm.network.rpc import Channel, ServedMethod, Tap, answer_to, ask, check_answer, reserve_nothing, serve
+from lightning_swarm.network.rpc import (
+    Channel,
+    Hold,
+    Responder,
+    ServedMethod,
+    Tap,
+    answer_to,
+    ask,
+    check_answer,
+    reserve_nothing,
+    serve,
+)
 
 _T = TypeVar("_T")
 
@@ -75,7 +86,7 @@ class BaseTransport(Transport):
     # The paths of a request; the calls in brackets are only for large messages.
     # - Out: `call`, `stream` -> `_ask_with_deadline` -> `_exchange_small` -> `_send_small` -> `_send_call`
     #   [`_exchange_large` -> `_send_large` -> `_send_stream` -> `_ask_over_channel`], or `_call_own_handler`.
-    # - In: `_serve_call` [`_serve_channel`] -> `_handler_of` -> `_find_handler`, which checks the caller.
+    # - In: `_serve_call` [`_serve_channel`] -> `_handler_of`, which checks the caller.
 
     def __init__(self, peer_id: PeerId, *, silence_s: float, receive_bytes: int = MAX_STREAM_BYTES) -> None:
         self.peer_id = peer_id
@@ -120,13 +131,13 @@ class BaseTransport(Transport):
             await self._ask_with_deadline(self._exchange_small, peer, Kind.CALL, method, Message(body), 0, timeout)
         ).body
 
-    async def stream(
+    def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
-    ) -> Message:
+    ) -> Coroutine[Any, Any, Message]:
         """See `Transport`."""
         is_small = max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES
         send = self._exchange_small if is_small else self._exchange_large
-        return await self._ask_with_deadline(send, peer, Kind.STREAM, method, message, max_bytes, timeout)
+        return self._ask_with_deadline(send, peer, Kind.STREAM, method, message, max_bytes, timeout)
 
     async def _exchange_large(
         self, exchange: Exchange, peer: PeerId, _kind: Kind, method: str, message: Message, max_bytes: int
@@ -165,11 +176,11 @@ class BaseTransport(Transport):
         request = b"".join(framing.encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
         began_s = now_s()
-        data = await self._send_call(peer, method, request)
+        fixed, data = await self._send_call(peer, method, request)
         self._liveness.note_alive(peer)
         self.links.add_sample(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
         self.traffic.received_bytes[peer, method] += len(data)
-        head = framing.decode(data)
+        head = framing.decode(data, fixed)
         check_answer(head, exchange_id, method)
         if self.tap is not None:
             await self.tap.arrived(self.peer_id, peer, method, message.body, head.body)
@@ -261,12 +272,13 @@ class BaseTransport(Transport):
         """Ping a peer during an exchange. Any answer, even an error, is a sign of life."""
         request = b"".join(framing.encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
         self.traffic.sent_bytes[peer, PING] += len(request)
-        answer = await self._send_call(peer, PING, request)
+        _, answer = await self._send_call(peer, PING, request)
         self.traffic.received_bytes[peer, PING] += len(answer)
 
     @abstractmethod
-    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> tuple[FixedHeader | None, bytes]:
         """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
+        # Return the answer's fixed header, too, if it was read on the way.
 
     @abstractmethod
     async def _send_stream(
@@ -274,18 +286,22 @@ class BaseTransport(Transport):
     ) -> Message:
         """Carry a message with tensors to `peer` and the answer back, or raise `Unreachable`."""
 
-    async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
-        method = ""
+    async def _serve_call(self, caller: PeerId, request: bytes, fixed: FixedHeader | None = None) -> bytes:
+        method, reserved_bytes = "", 0
         try:
-            with self._reserving(caller, len(request)) if len(request) > _FREE_BYTES else nullcontext():
-                head = framing.decode(request)
-                served = self._handler_of(caller, head, joins=True)
-                head.check_size(served.max_bytes)
-                method = head.method
-                message = Message(head.body, framing.take_tensors(request, head))
-                answer = b"".join(await answer_to(head, served, message, max_bytes=SMALL_BYTES))
+            if len(request) > _FREE_BYTES:
+                reserved_bytes = self._reserve(caller, len(request))
+            head = framing.decode(request, fixed)
+            served = self._handler_of(caller, head, joins=True)
+            head.check_size(served.max_bytes)
+            method = head.method
+            message = Message(head.body, framing.take_tensors(request, head))
+            answer = b"".join(await answer_to(head, served, message, max_bytes=SMALL_BYTES))
         except SwarmError as error:
             answer = b"".join(framing.encode_error(framing.exchange_id_of(request), error))
+        finally:
+            if reserved_bytes:
+                self._unadmitted_budget.release(caller, reserved_bytes)
         # `method` is set once `_find` has admitted the request. Unless any peer may call it, the caller is certified.
         account = caller if method and method not in OPEN_METHODS else self._account_of(caller)
         self.traffic.received_bytes[account, method] += len(request)
@@ -296,18 +312,14 @@ class BaseTransport(Transport):
         """Return the peer to count bytes for. Strangers share one entry, because they can change their ids."""
         return caller if self._gate is None or self._gate.is_certified(caller) else PeerId("")
 
-    @contextmanager
-    def _reserving(self, caller: PeerId, num_bytes: int) -> Iterator[None]:
-        """Reserve room for the bytes of a call while it is answered, or refuse it as `Busy`."""
+    def _reserve(self, caller: PeerId, num_bytes: int) -> int:
+        """Reserve room for the bytes of a call, and return their number, or refuse the call as `Busy`."""
         if not self._unadmitted_budget.take(caller, num_bytes):
             raise Busy(
                 f"too many unanswered bytes: at most {_UNADMITTED_PEER_BYTES} from one caller (here {caller}), and "
                 f"{_UNADMITTED_TOTAL_BYTES} from all"
             )
-        try:
-            yield
-        finally:
-            self._unadmitted_budget.release(caller, num_bytes)
+        return num_bytes
 
     def _check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a stranger's long message unread. The current gate decides, because a stream may outlive a gate."""
@@ -315,34 +327,31 @@ class BaseTransport(Transport):
             self._gate.check_size(caller, num_bytes)
 
     def _handler_of(self, caller: PeerId, head: Head, *, joins: bool = False) -> ServedMethod:
-        """Return the handler of a request. With `joins`, a repeat shares the answer of the request that it repeats."""
-        served = self._find_handler(caller, head)
-        if joins:
-            served = served._replace(respond=self._shared_answers.joining(caller, head, served.respond))
-        if self.tap is not None:
-            served = served._replace(respond=self.tap.answer(caller, self.peer_id, head, served.respond))
-        return served
-
-    def _find_handler(self, caller: PeerId, head: Head) -> ServedMethod:
         """Find the handler of a request and its limits; refuse an unknown method, or a caller that may not call it."""
+        # With `joins`, a repeat shares the answer of the request that it repeats.
         guard = None
         if self._gate is not None and caller != self.peer_id:
             self._gate.check_on_arrival(caller, head.method)
             # The guard ends the answer if the caller loses its permit meanwhile. Open methods require no permit.
             guard = None if head.method in OPEN_METHODS else self._open_answers
+        respond: Responder
+        hold: Hold = reserve_nothing
+        max_bytes = 0
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
-
-            async def respond(message: Message) -> Message:
-                return Message(await on_call(caller, message.body))
-
-            return ServedMethod(0, respond, reserve_nothing, caller, guard)
-        if head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
+            respond = partial(_answer_call, on_call, caller)
+        elif head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
             on_stream, max_bytes, admit = entry
             if admit is not None:
                 admit(caller)
             hold = (self._unadmitted_budget if admit is None else self._budget).hold_of(caller)
-            return ServedMethod(max_bytes, lambda message: on_stream(caller, message), hold, caller, guard)
-        raise ProtocolError(f"Peer {self.peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
+            respond = partial(on_stream, caller)
+        else:
+            raise ProtocolError(f"Peer {self.peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
+        if joins:
+            respond = self._shared_answers.joining(caller, head, respond)
+        if self.tap is not None:
+            respond = self.tap.answer(caller, self.peer_id, head, respond)
+        return ServedMethod(max_bytes, respond, hold, caller, guard)
 
     async def _call_own_handler(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
         """Run this peer's own handler, under the limits that hold for other callers."""
@@ -474,6 +483,10 @@ class BaseTransport(Transport):
         cancelled = self._tasks - {asyncio.current_task()}
         if cancelled:
             await asyncio.wait(cancelled)
+
+
+async def _answer_call(handler: CallHandler, caller: PeerId, message: Message) -> Message:
+    return Message(await handler(caller, message.body))
 
 
 async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:

@@ -48,8 +48,8 @@ class OutgoingCalls:
     # peer -> the task that opens the stream, or has opened it
     _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
 
-    async def exchange(self, peer: PeerId, request: bytes) -> bytes:
-        """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
+    async def exchange(self, peer: PeerId, request: bytes) -> tuple[FixedHeader, bytes]:
+        """Carry an encoded call to `peer`, and its encoded answer with its header back, or raise `Unreachable`."""
         opening = self._streams.get(peer)
         if opening is None or _has_ended(opening):
             opening = self._streams[peer] = self._spawn(self._open(peer))
@@ -103,7 +103,7 @@ class _PeerStream:
         stream.gather_writes()
         self._patience_s = patience_s
         self._silent_since_s: float | None = None  # time of the first call since the last answer; None: no call waits
-        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._answers: dict[int, asyncio.Future[tuple[FixedHeader, bytes]]] = {}
         self._used_s = now_s()  # time when the newest call ended
         self._closed = False
 
@@ -115,9 +115,9 @@ class _PeerStream:
     def close(self) -> None:
         self._stream.close()
 
-    async def exchange(self, request: bytes) -> bytes:
+    async def exchange(self, request: bytes) -> tuple[FixedHeader, bytes]:
         exchange_id = framing.exchange_id_of(request)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[FixedHeader, bytes]] = asyncio.get_running_loop().create_future()
         self._answers[exchange_id] = answer
         try:
             # Sending is not awaited: other calls may keep the stream full, and the answer proves that it was sent.
@@ -159,7 +159,7 @@ class _PeerStream:
                 self._silent_since_s = None
                 answer = self._answers.get(head.exchange_id)
                 if answer is not None and not answer.done():  # else the call was cancelled
-                    answer.set_result(data)
+                    answer.set_result((head, data))
         except TimeoutError:
             problem = f"an answer stopped half way for {STALL_TIMEOUT_S:g} s"
         except (OSError, EOFError, ProtocolError) as error:
@@ -223,7 +223,7 @@ class IncomingCalls:
     """Answers the calls of one stream, each in a task of its own."""
 
     _stream: Stream
-    _serve: Callable[[bytes], Awaitable[bytes]]  # returns the encoded answer to an encoded call
+    _serve: Callable[[bytes, FixedHeader], Awaitable[bytes]]  # returns the encoded answer to an encoded call
     _spawn: Spawn
     _slot: StreamSlot  # counts the requests under way
     _check: Callable[[int], None] | None = None  # raises if a call of this many bytes must be refused unread
@@ -278,7 +278,7 @@ class IncomingCalls:
             busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
             await self._send(b"".join(framing.encode_error(exchange_id, busy)))
         else:
-            self._tasks[exchange_id] = task = self._spawn(self._answer(request))
+            self._tasks[exchange_id] = task = self._spawn(self._answer(head, request))
             self._slot.begin()
             task.add_done_callback(lambda _: self._end(exchange_id))
 
@@ -286,8 +286,8 @@ class IncomingCalls:
         del self._tasks[exchange_id]
         self._slot.end()
 
-    async def _answer(self, request: bytes) -> None:
-        await self._send(await self._serve(request))
+    async def _answer(self, head: FixedHeader, request: bytes) -> None:
+        await self._send(await self._serve(request, head))
 
     async def _send(self, data: bytes) -> None:
         try:

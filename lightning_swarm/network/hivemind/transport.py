@@ -19,7 +19,7 @@ from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId
 from lightning_swarm.network.access import INTRODUCE
 from lightning_swarm.network.admission import StreamSlot, StreamSlots
-from lightning_swarm.network.framing import Kind
+from lightning_swarm.network.framing import FixedHeader, Kind
 from lightning_swarm.network.gatekeeper import Gatekeeper
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.calls import IncomingCalls, OutgoingCalls
@@ -171,7 +171,7 @@ class HivemindTransport(BaseTransport):
             stream.close()
         return answer.body
 
-    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> tuple[FixedHeader, bytes]:
         return await self._calls.exchange(peer, request)
 
     async def _send_stream(
