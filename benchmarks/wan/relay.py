@@ -94,7 +94,7 @@ class Relayed(MicrobatchRun):
             stage_index=stage,
             mode=self._mode(stage),
             source=None,
-            result_key=self.calls.result_key(stage, "forward"),
+            result_key=self.calls.named(stage, "forward")[1],
             structure=structure,
         )
         await self.context.send(self.calls.peer(stage), FORWARD, request, tensors)
@@ -108,7 +108,7 @@ class Relayed(MicrobatchRun):
             weight=self.microbatch.weight,
             accumulate=True,
             source=None,
-            result_key=self.calls.result_key(stage, "backward"),
+            result_key=self.calls.named(stage, "backward")[1],
             structure=structure,
         )
         await self.context.send(self.calls.peer(stage), BACKWARD, request, tensors)

@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, send_until_accepted
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, run_all, send_until_accepted
 from lightning_swarm.client.pipeline.microbatches import take_rows
 from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
-from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result, ResultCheck
+from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result, ResultCheck, opened
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed
 from lightning_swarm.core.errors import PeerError, SwarmError
@@ -72,14 +72,15 @@ class CheckedResults(ResultCheck):
         return GivenResult(server, await asyncio.to_thread(tree_digest, *result))
 
     @override
-    def opened(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
+    def opened_all(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
         """Open results, which must have one form."""
         # If their forms differ, the referee computes the first microbatch. Other servers recompute the results of other
         # forms than the referee's, which replace these in `results`.
         found = [_formed(*pair, factory) for pair in zip(results, call.sizes, strict=True)]
         if any(form is None or form != found[0][0] for form, _ in found):
             self._recompute(results, found, call, factory)
-        return [factory.opened(result) if one is None else one for result, (_, one) in zip(results, found, strict=True)]
+        pairs = zip(results, found, strict=True)
+        return [opened(result, factory.config) if one is None else one for result, (_, one) in pairs]
 
     def _recompute(
         self, results: list[Result], found: list[_Formed], call: CallMicrobatches, factory: CallFactory
@@ -99,7 +100,8 @@ class CheckedResults(ResultCheck):
             works = [_forward_anew(call.runs[index], error) for index in wrong]
             if not works:
                 break
-            for index, result in zip(wrong, factory.run(works, call.runs[0].microbatch.inputs), strict=True):
+            first, limit = call.runs[0].microbatch.inputs, factory.config.max_in_flight
+            for index, result in zip(wrong, run_all(factory.runtime, works, first, limit=limit), strict=True):
                 results[index], found[index] = result, _formed(result, call.sizes[index], factory)
 
 
@@ -140,8 +142,8 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
 def _formed(result: Result, size: int, factory: CallFactory) -> _Formed:
     """Return a result's form, and the opened result; None for a malformed result."""
     try:
-        opened = factory.opened(result)
-        return _form_of(*serialization.flatten(opened[0]), size), opened
+        found = opened(result, factory.config)
+        return _form_of(*serialization.flatten(found[0]), size), found
     except (SwarmError, RuntimeError, TypeError, ValueError):  # a server may send anything
         return None, None
 

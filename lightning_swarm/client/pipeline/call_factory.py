@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -15,28 +15,21 @@ from torch import Tensor, nn
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.leftovers import Leftovers
-from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
-from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, concat, split
-from lightning_swarm.client.pipeline.output_form import OutputForm
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, run_all
+from lightning_swarm.client.pipeline.microbatches import CallArguments, MicrobatchInput, split
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
-from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result
+from lightning_swarm.client.pipeline.result_check import Forwards, Result, opened
 from lightning_swarm.core.event_loop import Runtime
-from lightning_swarm.core.tasks import gather, gather_bounded
-from lightning_swarm.model.fidelity.leftovers import Left, split_left
+from lightning_swarm.model.fidelity.leftovers import Left
 from lightning_swarm.model.fidelity.module_states import TrainerStates
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import PLAIN, Codecs, decoded, to_send
+from lightning_swarm.protocol.compression import PLAIN, Codecs, to_send
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import PLACES, CallKey, ComputeMode, ModuleStates, Receipt
 
 if TYPE_CHECKING:
     from lightning_swarm.client.pipeline.pipeline_call import PipelineCall
-
-# Turns of the event loop between the starts of two microbatches, so that the first stage can begin as soon as the first
-# of them has arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
-_TURNS_APART: Final = 4
 
 
 @dataclass
@@ -167,38 +160,12 @@ class CallFactory:
         )
         return MicrobatchRun(self.context, microbatch)
 
-    def run(
-        self, works: Sequence[Coroutine[Any, Any, Any]], first: serialization.Tree, *also: Coroutine[Any, Any, None]
-    ) -> list[Any]:
-        """Run the works of all microbatches, and also these coroutines. The first work sends the tensors in `first`."""
-        through = gather_bounded(works, self.config.max_in_flight, turns_apart=turns_apart(first))
-        both: list[Coroutine[Any, Any, Any]] = [through, *also]
-        return self.runtime.run(gather(both))[0] if also else self.runtime.run(through)
-
     def forwards(self, runs: Sequence[MicrobatchRun], *also: Coroutine[Any, Any, None]) -> list[Result]:
         """Run the forwards of microbatches, and also these coroutines."""
-        return self.run([run.forward() for run in runs], runs[0].microbatch.inputs, *also)
+        works, limit = [run.forward() for run in runs], self.config.max_in_flight
+        return run_all(self.runtime, works, runs[0].microbatch.inputs, *also, limit=limit)
 
-    def join(
-        self, results: list[Result], call: CallMicrobatches
-    ) -> tuple[OutputForm, Sequence[Tensor], Sequence[bool]]:
-        """Join the results of a call's forwards: their form, the tensors, and which of them have a gradient."""
-        opened = self.context.results.opened(results, call, self)
-        structure, tensors = concat([output for output, _ in opened], call.sizes)
-        num_own = len(tensors)
-        flags = results[0][1][:num_own]
-        collected = self.leftovers.collect([left for _, left in opened], call.sizes, partial(self._trial, call))
-        if collected is not None:
-            tensors, flags = [*tensors, *collected.tensors.values()], [*flags, *collected.flags()]
-        return OutputForm(structure, num_own, call.sizes, collected, self.leftovers), tensors, flags
-
-    def opened(self, result: Result) -> Opened:
-        """Return a microbatch's output, and the values that its forward left."""
-        output, left = split_left(decoded(result[0], self.config.codecs.activations, self.config.device))
-        left.take_aliases()  # there is no next stage
-        return output, left
-
-    def _trial(self, call: CallMicrobatches, training: bool) -> tuple[list[Left], Sequence[int]]:
+    def trial(self, call: CallMicrobatches, training: bool) -> tuple[list[Left], Sequence[int]]:
         """Compute the first two microbatches apart, then as one; return the values that they leave, and their sizes."""
         size = call.sizes[0]
         cut = partial(split, call.arguments, rows=sum(call.sizes), shared=self.config.shared)
@@ -206,7 +173,7 @@ class CallFactory:
         mode = replace_fields(call.modes[0], training=training, grad=False, input_grad=False)
         modes = by_stage(mode, [(mode.training, mode.modules) for mode in call.modes])
         results = self.forwards(self.microbatches(None, call.arguments, modes, parts).runs)
-        return [self.opened(result)[1] for result in results], call.sizes[:2]
+        return [opened(result, self.config)[1] for result in results], call.sizes[:2]
 
     def evaluate(
         self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, *, forwards: Forwards | None = None
@@ -226,7 +193,7 @@ class CallFactory:
             key = replace_fields(self.key(None, calls[number], 0), first=(1 + index) * PLACES)
             runs.append(self._run_of(key, arguments.structure, part, modes))
         results = self.forwards(runs) if forwards is None else self.runtime.run(forwards(runs))
-        return [serialization.flatten(self.opened(result)[0]) for result in results]
+        return [serialization.flatten(opened(result, self.config)[0]) for result in results]
 
 
 def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
@@ -235,8 +202,3 @@ def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None
         return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
     kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
     return [replace_fields(mode, modules=modules) for modules in kept]
-
-
-def turns_apart(sent: serialization.Tree) -> int:
-    """Return the turns of the event loop between the starts of two microbatches that send such tensors."""
-    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0

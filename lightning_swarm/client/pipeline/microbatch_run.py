@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Final
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.client.pipeline.context import PipelineContext, Refusal
+from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.recovery import FIRST_PAUSE_S, LONGEST_PAUSE_S, BackwardRecovery, ForwardRecovery
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, TicketGone
-from lightning_swarm.core.tasks import gather, nothing
-from lightning_swarm.network import PeerId
+from lightning_swarm.core.errors import DeadlineExceeded
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.tasks import gather, gather_bounded, nothing
+from lightning_swarm.network import SMALL_BYTES, PeerId
 from lightning_swarm.protocol import serialization
 
-_MOMENT_S = 1.0  # last wait for a receipt that is overdue
+# Turns of the event loop between the starts of two microbatches, so that the first stage can begin as soon as the first
+# of them has arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
+_TURNS_APART: Final = 4
 
 
 class MicrobatchRun:
@@ -120,6 +124,24 @@ class MicrobatchRun:
             self.calls.settle(stage, report)
 
 
+def run_all(
+    runtime: Runtime,
+    works: Sequence[Coroutine[Any, Any, Any]],  # forwards or backwards of all microbatches of a call
+    first: serialization.Tree,  # the tensors that the first of them sends
+    *also: Coroutine[Any, Any, None],  # run at the same time
+    limit: int,  # microbatches under way at once
+) -> list[Any]:
+    """Run the microbatches of a call, and return their results in order."""
+    through = gather_bounded(works, limit, turns_apart=turns_apart(first))
+    both: list[Coroutine[Any, Any, Any]] = [through, *also]
+    return runtime.run(gather(both))[0] if also else runtime.run(through)
+
+
+def turns_apart(sent: serialization.Tree) -> int:
+    """Return the turns of the event loop between the starts of two microbatches that send such tensors."""
+    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
+
+
 async def replay(
     context: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
 ) -> None:
@@ -218,15 +240,17 @@ class _BackwardRun:
                 if not has_begun:
                     has_begun = True
                     await gather(self._send_first(stage) for stage in stages)
-                await self._send_again()
+                if recovery.forwards or recovery.backwards:
+                    await self._send_again()
                 if not has_reported:
                     has_reported = True
                     await sent()
                 if not recovery.num_failures and not self._replays:
-                    await self._receive_all()
+                    recovery.done.update(await calls.receive_all())
                 for stage in stages:
                     if stage not in recovery.done:
-                        await self._receive(stage)
+                        await calls.receive(stage)
+                        recovery.done.add(stage)
                 if not self._wants_input_gradient:
                     return None
                 (gradients, _), _ = await calls.fetch(0, "backward")
@@ -249,38 +273,3 @@ class _BackwardRun:
         for stage in sorted(recovery.backwards, reverse=True):
             await self._calls.send_backward(stage, recompute=True)
             recovery.backwards.discard(stage)
-
-    async def _receive_all(self) -> None:
-        """Wait for the receipt that comes last, which carries the others, but no longer than one stage may take."""
-        calls = self._calls
-        stages = range(calls.gradient_end, calls.last_stage + 1)
-        if len(stages) < 2:
-            return
-        patience_s = calls.patience_s(calls.last_stage)
-        try:
-            report = await calls.wait(calls.gradient_end, "backward", timeout=patience_s)
-        except StageCallFailed as failure:
-            if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
-                await self._receive(calls.last_stage, timeout=_MOMENT_S)
-            return  # each stage is asked for its own receipt, to find the late one
-        reports = [report, *report.others]
-        if [report.receipt for report in reports] != [calls.accumulates(stage) for stage in stages]:
-            return  # `_receive` finds the peer at fault
-        for stage, stage_report in zip(stages, reports, strict=True):
-            calls.settle(stage, stage_report)
-            self.recovery.done.add(stage)
-
-    async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
-        """Wait for a stage's receipt, at most `timeout` seconds, or as long as its peer may take."""
-        calls = self._calls
-        report = await calls.wait(stage, "backward", timeout=timeout)
-        if report.receipt != calls.accumulates(stage):
-            peer = calls.peer(stage)
-            if not self._replays:
-                error = ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
-                raise StageCallFailed(stage, peer, Refusal(peer, error))
-            if not report.receipt:  # the result of another replay, in which this peer added nothing
-                await calls.cancel(stage, "backward")
-                raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
-        calls.settle(stage, report)
-        self.recovery.done.add(stage)

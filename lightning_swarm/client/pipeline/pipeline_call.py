@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,50 @@ from torch import Tensor
 
 from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches, GrantedBatch
 from lightning_swarm.client.pipeline.differentiation import GradientMarks, reaches_weights
-from lightning_swarm.client.pipeline.microbatches import concat_gradients
-from lightning_swarm.client.pipeline.output_form import OutputForm
+from lightning_swarm.client.pipeline.left_values import Unavailable
+from lightning_swarm.client.pipeline.leftovers import Collected, Leftovers
+from lightning_swarm.client.pipeline.microbatch_run import run_all
+from lightning_swarm.client.pipeline.microbatches import concat, concat_gradients, split_gradients
+from lightning_swarm.client.pipeline.result_check import Result
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
+from lightning_swarm.model.fidelity.written_inputs import Given, write_back
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.compression import decoded
+from lightning_swarm.protocol.compression import Codec, decoded, to_send
 from lightning_swarm.protocol.messages.calls import Receipt
+
+
+# Without the tensors: their graph holds the call, which holds this, and only garbage collection frees a cycle.
+@dataclass(frozen=True)
+class OutputForm:
+    """The form of a call's tensors: those of its output, then those that its forwards left on modules."""
+
+    structure: serialization.Structure  # of the output
+    num_own: int  # tensors of the output
+    sizes: Sequence[int]  # rows of each microbatch
+    collected: Collected | None  # None: nothing was left
+    leftovers: Leftovers
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of all tensors."""
+        return self.num_own + (0 if self.collected is None else len(self.collected.tensors))
+
+    def placed(self, tensors: Sequence[Tensor], given: Given) -> Any:
+        """Set the values that forwards left on modules and in the call's arguments; return the output."""
+        if self.collected is not None:
+            left = tensors[self.num_own :]
+            for argument, written in self.leftovers.set_on_modules(self.collected, left):
+                write_back(given, argument, written, _not_here)
+        return serialization.unflatten(self.structure, tensors[: self.num_own])
+
+    def split(self, gradients: Sequence[Tensor | None], codec: Codec | None) -> list[list[Any]]:
+        """Return each microbatch's part of the tensors' gradients, ready to be sent."""
+        parts = split_gradients(gradients[: self.num_own], self.sizes)
+        own = [to_send(part, codec, copy=False) for part in parts]
+        if self.collected is None:
+            return own
+        left = self.collected.gradients(gradients[self.num_own :])
+        return [[*part, *to_send(more, None, copy=False)] for part, more in zip(own, left, strict=True)]
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -80,9 +119,22 @@ class PipelineCall:
         begin, batch = [], self._batch
         if batch is not None and batch.begin is not None:  # announced together with the first microbatches
             begin, batch.begin = [batch.begin()], None
-        results = self._factory.forwards(self._runs, *begin)
-        self._form, tensors, flags = self._factory.join(results, self._microbatches)
+        factory, call = self._factory, self._microbatches
+        results: list[Result] = self._run([run.forward() for run in call.runs], call.runs[0].microbatch.inputs, *begin)
+        opened = factory.context.results.opened_all(results, call, factory)
+        structure, tensors = concat([output for output, _ in opened], call.sizes)
+        num_own = len(tensors)
+        flags = results[0][1][:num_own]
+        collected = factory.leftovers.collect([left for _, left in opened], call.sizes, partial(factory.trial, call))
+        if collected is not None:
+            tensors, flags = [*tensors, *collected.tensors.values()], [*flags, *collected.flags()]
+        self._form = OutputForm(structure, num_own, call.sizes, collected, factory.leftovers)
         return tensors, flags
+
+    def _run(
+        self, works: Sequence[Coroutine[Any, Any, Any]], first: serialization.Tree, *also: Coroutine[Any, Any, None]
+    ) -> list[Any]:
+        return run_all(self._factory.runtime, works, first, *also, limit=self._factory.config.max_in_flight)
 
     def release(self) -> None:
         """No longer count the call as work of its peers, because no backward will come."""
@@ -127,7 +179,7 @@ class PipelineCall:
         self._check_current()
         parts = self.form.split(gradients, self._factory.config.codecs.gradients)
         works = [run.backward(part, adds=False) for run, part in zip(self._runs, parts, strict=True)]
-        return self._joined(self._factory.run(works, parts[0]))
+        return self._joined(self._run(works, parts[0]))
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Let the servers add the weights' gradients; return the gradients of the input's tensors."""
@@ -142,7 +194,7 @@ class PipelineCall:
             for run, part in zip(self._runs, parts, strict=True)
         ]
         try:
-            found = self._factory.run(works, parts[0])
+            found = self._run(works, parts[0])
         except LeaseRevoked:
             if batch.confirm is None:
                 raise
@@ -172,3 +224,11 @@ async def _sent(batch: GrantedBatch, receipt: Receipt) -> None:
     batch.sent.append(receipt)
     if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
         await batch.arm(batch.sent)
+
+
+def _not_here(what: str) -> Unavailable:
+    """Return the placeholder of a value that a block put into a container of its arguments."""
+    return Unavailable.because(
+        f"values that blocks put into lists and dicts of their arguments stay on the servers: {what}. Use the output "
+        "of the last block, or have the first block copy the container before it changes it."
+    )

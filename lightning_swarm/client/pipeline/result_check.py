@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
-from lightning_swarm.model.fidelity.leftovers import Left
+from lightning_swarm.model.fidelity.leftovers import Left, split_left
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import decoded
 from lightning_swarm.protocol.messages.calls import Direction
 
 if TYPE_CHECKING:
-    from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches
+    from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches, PipelineConfig
     from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 
 Result: TypeAlias = tuple[serialization.Tree, list[bool]]
@@ -51,6 +52,13 @@ class ResultCheck:
         """
         return None
 
-    def opened(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
+    def opened_all(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
         """Open the results of a call's forwards. Results of wrong forms may be computed anew."""
-        return [factory.opened(result) for result in results]
+        return [opened(result, factory.config) for result in results]
+
+
+def opened(result: Result, config: PipelineConfig) -> Opened:
+    """Return a microbatch's output, and the values that its forward left."""
+    output, left = split_left(decoded(result[0], config.codecs.activations, config.device))
+    left.take_aliases()  # there is no next stage
+    return output, left

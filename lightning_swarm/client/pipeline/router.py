@@ -217,13 +217,19 @@ class StageRouter:
     def release(self, charge: PeerCharge) -> None:
         """Take a microbatch off its peer's account, finished or not. A second call does nothing."""
         load = self.peers.get(charge.peer)
-        if load is not None and charge.left_s is not None and charge.roster == self._roster:
-            self._take_out(charge.peer)
+        if load is None or charge.left_s is None:
+            charge.left_s, charge.is_forward = None, False
+            return
+        self._take_out(charge.peer)
+        self._discharge(load, charge)
+        self._put_back(charge.peer, load)
+
+    def _discharge(self, load: PeerLoad, charge: PeerCharge) -> None:
+        if charge.left_s is not None and charge.roster == self._roster:
             load.num_under_way -= 1
             load.num_forwards -= charge.is_forward
             # Rounding errors would break ties always in the same way.
             load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
-            self._put_back(charge.peer, load)
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
@@ -259,11 +265,12 @@ class StageRouter:
     def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """Take a finished microbatch off its account, and update the peer's rate."""
         load = self.peers.get(charge.peer)
-        self.release(charge)
         # The peer reports its own time, so impossible values are ignored.
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
+            self.release(charge)
             return
         self._take_out(charge.peer)
+        self._discharge(load, charge)
         load.num_failures, load.queued, load.ejected_until_s = 0, queued, None
         load.waiting.measure(min(max(queued - load.num_under_way, 0), _MOST_WAITING))
         load.num_done += charge.forward_s is None

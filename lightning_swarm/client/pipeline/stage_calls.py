@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Final
@@ -14,7 +14,17 @@ from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatc
 from lightning_swarm.client.pipeline.result_check import Result
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import Busy, LeaseRevoked, OutOfMemory, PeerError, StageError
+from lightning_swarm.core.errors import (
+    Busy,
+    DeadlineExceeded,
+    LeaseRevoked,
+    OutOfMemory,
+    PeerError,
+    ProtocolError,
+    StageError,
+    SwarmError,
+    TicketGone,
+)
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
@@ -32,6 +42,7 @@ from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD
 
 _KEY_BYTES: Final = 16
+_MOMENT_S: Final = 1.0  # last wait for a receipt that is overdue
 _MAX_REFUSALS: Final = 8  # refusals per server of the run, after which an error that all servers report is raised
 
 
@@ -58,20 +69,6 @@ class _InputSource:
         return self.source == now.source and self.recompute in (None, now.recompute)
 
 
-class _Blaming:
-    """See `StageCalls._blaming`. Each call enters it, so it is no generator."""
-
-    def __init__(self, calls: StageCalls, stage: int, peer: PeerId, direction: Direction) -> None:
-        self._calls, self._stage, self._peer, self._direction = calls, stage, peer, direction
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None:
-            self._calls._blame(self._stage, self._peer, self._direction, error)
-
-
 @dataclass
 class StageCalls:
     """Sends one microbatch's calls. A peer that receives a call twice runs it once."""
@@ -88,6 +85,7 @@ class StageCalls:
     # (stage, direction) -> servers that answered with an error; and the number of all such answers.
     _refused: dict[tuple[int, Direction], set[PeerId]] = field(default_factory=dict)
     _num_refusals: int = 0
+    _names: dict[tuple[int, Direction], tuple[str, TicketKey]] = field(default_factory=dict)  # see `named`
 
     @property
     def step(self) -> int:
@@ -118,7 +116,7 @@ class StageCalls:
         """Return the calls of a backward that computes only the input's gradient, on the same route."""
         key = replaced(self.microbatch.key, input_only=number)
         sent = {call: source for call, source in self._sent.items() if call[1] == "forward"}
-        return replace(self, microbatch=replace(self.microbatch, key=key), _sent=sent)
+        return replace(self, microbatch=replace(self.microbatch, key=key), _sent=sent, _names={})
 
     def peer(self, stage: int) -> PeerId:
         """Return the peer that computes a stage."""
@@ -164,17 +162,19 @@ class StageCalls:
             stage_index=stage,
             mode=microbatch.modes[stage],
             source=self._ticket(stage - 1, "forward") if stage else None,
-            result_key=self.result_key(stage, "forward"),
+            result_key=self.named(stage, "forward")[1],
             structure=structure,
             keep=stage >= self.gradient_end,
         )
         self._sent[stage, "forward"] = now  # recorded first, because a call that breaks off may have arrived
-        with self._blaming(stage, "forward"):
-            try:
-                await self.context.send(now.peer, FORWARD, request, tensors)
-            except Busy:
-                del self._sent[stage, "forward"]
-                return False
+        try:
+            await self.context.send(now.peer, FORWARD, request, tensors)
+        except Busy:
+            del self._sent[stage, "forward"]
+            return False
+        except SwarmError as error:
+            self._blame(stage, now.peer, "forward", error)
+            raise
         return True
 
     async def send_backward(self, stage: int, *, recompute: bool = False) -> None:
@@ -192,20 +192,27 @@ class StageCalls:
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,
-            result_key=self.result_key(stage, "backward"),
+            result_key=self.named(stage, "backward")[1],
             structure=structure,
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
         self._sent[stage, "backward"] = now
-        with self._blaming(stage, "backward"):
+        try:
             await self.context.send(now.peer, BACKWARD, request, tensors)
+        except SwarmError as error:
+            self._blame(stage, now.peer, "backward", error)
+            raise
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
         """Cancel a call; True if that is too late, because the gradient is in the peer's sum."""
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
-        with self._blaming(stage, direction):
-            return (await self.context.send(self.peer(stage), CANCEL, request)).added
+        peer = self.peer(stage)
+        try:
+            return (await self.context.send(peer, CANCEL, request)).added
+        except SwarmError as error:
+            self._blame(stage, peer, direction, error)
+            raise
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Cancel a call whose input now comes from another peer; its peer would take the new call for a repetition."""
@@ -220,42 +227,80 @@ class StageCalls:
         if timeout is None:
             is_only_one = self.holders is not None and stage in self.holders  # no other peer may replace a holder
             timeout = self.context.timeout if is_only_one else self.patience_s(stage)
-        with self._blaming(stage, direction), AnswersOf(self.peer(stage)):
-            return decode(await self.context.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
+        ticket = self._ticket(stage, direction)
+        try:
+            with AnswersOf(ticket.peer_id):
+                return decode(await self.context.tickets.wait(ticket, timeout=timeout), CallReport)
+        except SwarmError as error:
+            self._blame(stage, ticket.peer_id, direction, error)
+            raise
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[Result, CallReport]:
         """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
         timeout = min(sum(map(self.patience_s, stages)), self.context.timeout)
-        with self._blaming(stage, direction), AnswersOf(self.peer(stage)):
-            message, report = await self.context.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
-            result = from_message(message)
-            given = await self.context.results.received(self.peer(stage), direction, result, self.microbatch)
-            if given is not None:
-                self.given[direction] = given
-            return result, decode(report, CallReport)
+        ticket = self._ticket(stage, direction)
+        try:
+            with AnswersOf(ticket.peer_id):
+                message, report = await self.context.tickets.fetch_reported(ticket, timeout=timeout)
+                result = from_message(message)
+                given = await self.context.results.received(ticket.peer_id, direction, result, self.microbatch)
+                if given is not None:
+                    self.given[direction] = given
+                return result, decode(report, CallReport)
+        except SwarmError as error:
+            self._blame(stage, ticket.peer_id, direction, error)
+            raise
+
+    async def receive_all(self) -> Collection[int]:
+        """Wait for the receipt that comes last, which carries the others; settle the stages, and return them."""
+        # It takes no longer than one stage may take. If not all receipts have come then, `receive` finds the late peer.
+        stages = range(self.gradient_end, self.last_stage + 1)
+        if len(stages) < 2:
+            return ()
+        try:
+            report = await self.wait(self.gradient_end, "backward", timeout=self.patience_s(self.last_stage))
+        except StageCallFailed as failure:
+            if not isinstance(failure.error, DeadlineExceeded):
+                return ()
+            await self.receive(self.last_stage, timeout=_MOMENT_S)  # the last stage has had its time
+            return (self.last_stage,)
+        reports = [report, *report.others]
+        if [report.receipt for report in reports] != [self.accumulates(stage) for stage in stages]:
+            return ()
+        for stage, stage_report in zip(stages, reports, strict=True):
+            self.settle(stage, stage_report)
+        return stages
+
+    async def receive(self, stage: int, *, timeout: float | None = None) -> None:
+        """Wait for a stage's receipt, at most `timeout` seconds, or as long as its peer may take; settle the stage."""
+        report = await self.wait(stage, "backward", timeout=timeout)
+        if report.receipt != self.accumulates(stage):
+            peer = self.peer(stage)
+            if self.holders is None:
+                error = ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
+                raise StageCallFailed(stage, peer, Refusal(peer, error))
+            if not report.receipt:  # the result of another replay, in which this peer added nothing
+                await self.cancel(stage, "backward")
+                raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
+        self.settle(stage, report)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
-        name = self._name(stage, direction)
-        return Ticket(peer_id=self.peer(stage), name=name, key=self._key_of(name))
+        name, key = self.named(stage, direction)
+        return Ticket(peer_id=self.peer(stage), name=name, key=key)
 
-    def _name(self, stage: int, direction: Direction) -> str:
-        return self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
+    def named(self, stage: int, direction: Direction) -> tuple[str, TicketKey]:
+        """Return the name of a call's result, and its key, which only its holder, its reader and this trainer know."""
+        found = self._names.get((stage, direction))
+        if found is None:
+            name = self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
+            # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need
+            # not learn which readers a new route has.
+            key = blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
+            found = self._names[stage, direction] = name, key
+        return found
 
-    def result_key(self, stage: int, direction: Direction) -> TicketKey:
-        """Return the key of a call's result, which only its holder, its reader and this trainer know."""
-        return self._key_of(self._name(stage, direction))
-
-    def _key_of(self, name: str) -> TicketKey:
-        # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need not
-        # learn which readers a new route has.
-        return blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
-
-    def _blaming(self, stage: int, direction: Direction) -> _Blaming:
-        """Inside, turn a failure of a stage's peer into `StageCallFailed`, if another peer may do better."""
-        return _Blaming(self, stage, self.peer(stage), direction)
-
-    def _blame(self, stage: int, peer: PeerId, direction: Direction, error: BaseException) -> None:
+    def _blame(self, stage: int, peer: PeerId, direction: Direction, error: SwarmError) -> None:
         """Raise the error to raise in place of a failure; return if that is the failure itself."""
         if isinstance(error, LeaseRevoked):
             if self.holders is not None:  # a replay may rightly come too late, without a fault of the peer

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.client.pipeline.call_factory import turns_apart
+from lightning_swarm.client.pipeline.microbatch_run import turns_apart
 from lightning_swarm.client.pipeline.microbatches import (
     CallArguments,
     concat,
