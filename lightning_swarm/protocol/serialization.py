@@ -104,7 +104,7 @@ def _collect(tree: Tree, found: list[Tensor | Encoded]) -> None:
         found.append(tree)
 
 
-def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]) -> Tree:
+def transform(tree: Tree, change: Callable[[Any], Tensor | Encoded]) -> Tree:
     """Return the tree with `change` applied to each tensor. `flatten` must accept the tree."""
     kind = type(tree)
     if kind is tuple or kind is list:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,13 +71,13 @@ class SavedGraph:
     call: ForwardCall  # to compute the graph again: a backward frees it, and may run twice
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForwardResult:
     """A forward's result."""
 
     output: serialization.Tree  # detached, as it travels
     requires_grad: list[bool]  # one flag per output tensor
-    graph: SavedGraph | None
+    graph: SavedGraph | None  # the caller takes it out, because no second object may keep it
     graph_bytes: int
 
 
@@ -110,7 +110,9 @@ class Computation:
         self.sessions = SessionComputation(module, device, codecs, self._states)
         self._random = KeyedOnDemand(device)
         self._named_modules = dict(module.named_block_modules())
-        self._modules = list(module.modules())
+        modules = list(module.modules())
+        self._parameters = [module._parameters for module in modules]
+        self._buffers = [module._buffers for module in modules]
         self._watch = ForwardWatch(self._named_modules.items(), module.around)
         self.costs: SampleCosts | None = None  # measured in the first forward that keeps a graph
         self.trainable: Sequence[Tensor] = ()  # parameters whose gradients backward computes
@@ -131,31 +133,32 @@ class Computation:
         result, left = self._forward(call)
         # Left values travel unencoded, because each stage would encode them again, and most of them are small.
         output = join(encoded(result.output, self._codecs.activations), left)
-        return replace(result, output=to_send(output, self._device))
+        result.output = to_send(output, self._device)
+        return result
 
     def _forward(self, call: ForwardCall) -> tuple[ForwardResult, Left]:
         """Run the blocks; return the output, still on its device, and the values left on modules, here or before."""
         mode = call.mode
         inputs, left = split_inputs(call.inputs)
         names_in_input = left.take_aliases()  # see `_collect_left`
-        structure, tensors = serialization.flatten(
-            decoded((inputs, left.differentiable), self._codecs.activations, self._device)
-        )
+        received = inputs, left.differentiable
+        tensors: list[Tensor] = decoded(serialization.leaves(received), self._codecs.activations, self._device)
         if len(tensors) != len(call.wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(call.wants_grad)} flags")
         leaves = [
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
-        run_blocks = partial(self._watched, structure, leaves, call)
+        run_blocks = partial(self._watched, received, leaves, call)
         # A close look takes longer, and also sees contents of containers and modules around the stage.
         run = run_blocks(closely=self._watch.is_first((mode.training, mode.grad)))
         if self._watch.has_new_changes(run.changes):
             second = run_blocks(closely=True)  # a second run shows which changes repeat
             self._watch.learn(run.changes, second.changes, same_output=same_trees(run.output, second.output))
         self._collect_left(run, left, names_in_input)
-        structure, outputs = serialization.flatten((run.output, left.differentiable))
-        output, differentiable = serialization.unflatten(structure, [tensor.detach() for tensor in outputs])
+        found = run.output, left.differentiable
+        _, outputs = serialization.flatten(found)  # refuses values that cannot travel
+        output, differentiable = serialization.transform(found, Tensor.detach)
         result = ForwardResult(
             output=output,
             requires_grad=[tensor.requires_grad for tensor in outputs],
@@ -177,11 +180,11 @@ class Computation:
         left.note_aliases(run.output, run.arguments.tensors_held_elsewhere(names_in_input, is_first=is_first))
 
     def _watched(
-        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+        self, received: serialization.Tree, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
     ) -> _BlockRun:
         """Run the blocks in the modes of the call, and find the changes that they leave on modules."""
         mode = call.mode
-        compute = partial(self._run, structure, leaves, call, closely=closely)
+        compute = partial(self._run, received, leaves, call, closely=closely)
         states = mode.modules.modes.items() if mode.modules is not None else ()
         kind = ("forward", mode.training, frozenset(states))
         with self._states.entered(mode):
@@ -207,18 +210,16 @@ class Computation:
                 )
 
     def _run(
-        self, structure: serialization.Structure, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+        self, received: serialization.Tree, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
     ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
         """Run the blocks on copies of their inputs; return the first six fields of `_BlockRun`."""
         mode, extras = call.mode, dict(call.extras)
         hooks_at_trainer = extras.pop(HOOKS, None)  # the trainer's description of its hooks
-        extra_structure, extra_tensors = serialization.flatten(extras)
         # Copy inputs and extras, because a block may work in place. A recomputation needs them unchanged, and so does
         # each microbatch that shares the extras.
-        shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
-        copies = [leaf.clone() for leaf in leaves]
-        inputs, earlier_values = serialization.unflatten(structure, copies)
-        keywords = serialization.unflatten(extra_structure, shared)
+        copies = (leaf.clone() for leaf in leaves)
+        inputs, earlier_values = serialization.transform(received, lambda _: next(copies))
+        keywords = serialization.transform(extras, lambda extra: extra.to(self._device, copy=True))
         watch = CallWatch(inputs, keywords)
         module = self._module.uncompiled if call.is_probe else self._module
         run = partial(module, inputs, keywords)
@@ -226,12 +227,12 @@ class Computation:
         with recording(self._named_modules, hooks_at_trainer, self._module.spec.index) as observed:
             if mode.grad and self.costs is None:
                 parameters = [parameter for _, parameter in self._module.named_stage_parameters()]
-                output, self.costs = measured(run, parameters, input_leaves, shared)
+                output, self.costs = measured(run, parameters, input_leaves, _tensors(keywords))
             else:
                 output = run()
         num_rows = max((leaf.shape[0] for leaf in input_leaves if leaf.dim()), default=1)
         graph_bytes = num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
-        sent = {name: serialization.flatten(extras[name])[1] for name in arguments_in(extras)}
+        sent = {name: _tensors(extras[name]) for name in arguments_in(extras)}
         if self._module.spec.index == 0:  # other stages own their inputs alone, so writes into them need no return
             sent[POSITIONAL] = list(input_leaves)
         written = watch.written(sent, checks_values=closely)
@@ -304,7 +305,7 @@ class Computation:
             return
         statistics_ids = set(map(id, self._statistics.buffers))
         others = self._buffers_but(statistics_ids)  # keeps the buffers alive, so that their ids stay unique
-        parameters = _registered([module._parameters for module in self._modules])
+        parameters = _registered(self._parameters)
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
         with self._statistics.unchanged() as seen:
@@ -334,9 +335,12 @@ class Computation:
 
     def _buffers_but(self, ids: Container[int]) -> list[Tensor]:
         """Return all buffers whose ids are not in `ids`."""
-        return [
-            buffer for buffer in _registered([module._buffers for module in self._modules]) if id(buffer) not in ids
-        ]
+        return [buffer for buffer in _registered(self._buffers) if id(buffer) not in ids]
+
+
+def _tensors(tree: serialization.Tree) -> list[Tensor]:
+    """Return the tensors of a tree in which none is encoded."""
+    return cast(list[Tensor], serialization.leaves(tree))
 
 
 def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:

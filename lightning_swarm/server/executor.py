@@ -195,7 +195,7 @@ class ThreadExecutor(Executor):
 
     def _work(self) -> None:
         while True:
-            while self._queue.empty() and not self._closed and self._idle_work is not None and self._idle_work():
+            while self._idle_work is not None and self._queue.empty() and not self._closed and self._idle_work():
                 pass
             job = self._queue.get()
             if self._closed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -127,7 +126,8 @@ class ComputeHandlers:
             if keep:
                 log.note_output(kept, result)
                 self.graphs.enter(kept)
-            return replace(result, graph=None), kept  # no other object keeps the graph
+            result.graph = None  # no other object keeps it
+            return result, kept
 
         (result, kept), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
@@ -306,19 +306,21 @@ class ComputeHandlers:
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
         """Compute a microbatch; if memory runs out beside other graphs, drop these and compute it again."""
-        with raising_stage_errors(stage.index, self._transport.peer_id):
-            try:
-                return await self._executor.submit(priority, run)
-            except Exception as error:
-                if not is_out_of_memory(error):
+        raising = partial(raising_stage_errors, stage.index, self._transport.peer_id)
+        try:
+            return await self._executor.submit(priority, run)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                with raising():
                     raise
-                first = error
+            first = error
 
-            def run_alone() -> _T:
-                self.graphs.drop_all(stage.index, first)
-                free_memory(first, stage.device)
-                return run()
+        def run_alone() -> _T:
+            self.graphs.drop_all(stage.index, first)
+            free_memory(first, stage.device)
+            return run()
 
+        with raising():
             try:
                 return await self._executor.submit(FIRST, run_alone)
             except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class CallWatch:
     def __init__(self, inputs: Any, keywords: Mapping[str, Any]) -> None:
         """Record the arguments, whose tensors are new copies: a later `_version` above 0 shows a write."""
         arguments = {POSITIONAL: inputs, **{name: {name: keywords[name]} for name in arguments_in(keywords)}}
-        self.tensors = {name: serialization.flatten(value)[1] for name, value in arguments.items()}  # name -> tensors
+        self.tensors = {name: cast(list[Tensor], serialization.leaves(value)) for name, value in arguments.items()}
         self._containers = {
             name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
         }
