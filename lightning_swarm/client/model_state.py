@@ -40,7 +40,7 @@ from lightning_swarm.protocol.messages.state import (
     WrittenValue,
 )
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete, only_versions, taken_alike
+from lightning_swarm.protocol.queries import Held, agreed_digest, ask_held, holders_of, newest_complete, only_versions
 from lightning_swarm.protocol.rpc import LOAD, SET_EVALUATION_WEIGHTS, SNAPSHOT, STATE, WRITE, Q, StreamRpc, WithTensors
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.serialization import Structure, named
@@ -143,7 +143,7 @@ async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_ind
     # holders of each digest.
     expected, num_holders = run.digest_of(stage_index, version), Counter(claimed.values())
     if expected is None and confirmation.is_needed:
-        expected = taken_alike(claimed, run.takers_of(stage_index, version), trusted=run.trusted)
+        expected = agreed_digest(claimed, run.takers_of(stage_index, version), trusted=run.trusted)
         if expected is None:
             raise Unreachable(
                 f"no record has a digest of stage {stage_index} at version {version}, and too few of the servers that "

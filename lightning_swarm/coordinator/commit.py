@@ -37,7 +37,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, NotCoordinator, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
-from lightning_swarm.protocol.bans import bans_in, unrecorded
+from lightning_swarm.protocol.bans import active_bans, unrecorded
 from lightning_swarm.protocol.keepers import convictions, is_certified_keeper, keepers_after
 from lightning_swarm.protocol.messages.run import (
     MAX_KEEPERS,
@@ -53,10 +53,10 @@ from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Clos
 from lightning_swarm.protocol.queries import (
     ASK_TIMEOUT_S,
     Held,
+    agreed_digest,
     ask_held,
     newest_safe,
     only_recorded,
-    taken_alike,
     version_to_keep,
 )
 
@@ -112,7 +112,7 @@ def agreed_snapshots(
             for one in taken.get(peer, ())
             if (one.stage_index, one.version) == (index, version) not in recorded
         }
-        if (found := taken_alike(claimed, peers, trusted=trusted)) is not None:
+        if (found := agreed_digest(claimed, peers, trusted=trusted)) is not None:
             agreed.append(HeldSnapshot(stage_index=index, version=version, digest=found))
     return agreed
 
@@ -226,7 +226,7 @@ class StepCommit:
             self._moves.choose_for_later(sums.step_servers.gone)
             return record
         self._someone_gone, self._differences = False, {}
-        for ban in bans_in(record.bans):
+        for ban in active_bans(record.bans):
             self._events.note("expelled", peer=ban.subject, step=record.step, reason=ban.reason)
         self._server_membership.record_applied(record)
         self._trainer_membership.record_applied(record)

@@ -35,7 +35,7 @@ from lightning_swarm.protocol.messages.step import (
     Record,
     SettleRequest,
 )
-from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations
+from lightning_swarm.protocol.patience import MIN_UNFAMILIAR_S, Durations
 from lightning_swarm.protocol.queries import MAX_TRIES, ask_each, is_superseded
 from lightning_swarm.protocol.rpc import A, Call, Q
 
@@ -111,7 +111,7 @@ class ServerCalls:
             if record is not None:
                 await self._apply(peer, record)
             # A late microbatch, which another server has taken over, may still hold the compute thread.
-            timeout = min(max(self._deadline_s(rpc.FREEZE, self._timeout, peer), UNFAMILIAR_S), self._timeout)
+            timeout = min(max(self._deadline_s(rpc.FREEZE, self._timeout, peer), MIN_UNFAMILIAR_S), self._timeout)
             answer = await self._call(peer, rpc.FREEZE, request, timeout=timeout)
             for signed in answer.bans or ():
                 apply_received_ban(self._transport, signed)  # the step's record then includes it
@@ -206,7 +206,7 @@ class ServerCalls:
         if self._durations is not None and self._are_most_late(found):
             # The whole swarm is slow, or this peer's own link. So late servers get twice the time, and it is doubled
             # again whenever most are late.
-            self._durations[method].note_late()
+            self._durations[method].extend()
             late = [peer for peer, reply in found.items() if isinstance(reply, ServerSilent)]
             again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
             found.update(zip(late, again, strict=True))
@@ -237,8 +237,8 @@ class ServerCalls:
             is_silent = self._durations is not None and isinstance(error, DeadlineExceeded)
             return ServerSilent(str(error)) if is_silent else error
         if self._durations is not None and peer != self.own:
-            self._durations[method].note(now_s() - began_s)
-            self._durations_of[method, peer].note(now_s() - began_s)
+            self._durations[method].add(now_s() - began_s)
+            self._durations_of[method, peer].add(now_s() - began_s)
         return answer
 
     def _deadline_s(self, method: Rpc, longest_s: float, peer: PeerId | None = None) -> float:
@@ -247,8 +247,8 @@ class ServerCalls:
             return longest_s
         usual = self._durations[method]
         # Without a peer, the work is done by all servers together.
-        slower = 1.0 if peer is None else usual.times_slower(self._durations_of[method, peer])
-        return usual.deadline_s(longest_s=longest_s, times_slower=slower)
+        slower = 1.0 if peer is None else usual.slowdown(self._durations_of[method, peer])
+        return usual.deadline_s(longest_s=longest_s, slowdown=slower)
 
     async def _call(self, peer: PeerId, method: Call[Q, A], request: Q, *, timeout: float | None = None) -> A:
         """Call a peer under this coordinator's term. `timeout` is in seconds; None: the result of `_deadline_s`."""

@@ -17,7 +17,7 @@ from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest
 from lightning_swarm.protocol.messages.run import InheritRequest, StepChange
 from lightning_swarm.protocol.messages.wire import encode
-from lightning_swarm.protocol.queries import Held, ask_each, ask_held, holders_of, in_turn
+from lightning_swarm.protocol.queries import Held, ask_each, ask_held, by_preference, holders_of
 from lightning_swarm.protocol.rpc import INHERIT, REPORT, REPORT_METRICS
 from lightning_swarm.protocol.run_state import RunState
 
@@ -138,9 +138,9 @@ def _outcome(
 def choose_standby_lead(
     held: Held, candidates: Sequence[PeerId], num_stages: int, sound: int | None = None
 ) -> tuple[PeerId, int] | None:
-    """Choose the first complete version `in_turn`, and the first candidate with its loop, as the new lead. Pure."""
+    """Choose the most preferred complete version, and the first candidate with its loop as the new lead. Pure."""
     loops = {peer: set(held[peer].loops or ()) for peer in candidates if peer in held}
-    for version in in_turn(set().union(*loops.values()), sound):
+    for version in by_preference(set().union(*loops.values()), sound):
         if all(holders_of(held, version, index) for index in range(num_stages)):
             return next(peer for peer, versions in loops.items() if version in versions), version
     return None

@@ -20,7 +20,7 @@ from lightning_swarm.monitor.swarm_report import Sighting
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.transport import BaseTransport
-from lightning_swarm.protocol.bans import bans_in
+from lightning_swarm.protocol.bans import active_bans
 from lightning_swarm.protocol.keepers import is_certified_keeper
 from lightning_swarm.protocol.messages.inference import RunText, RunTextRequest
 from lightning_swarm.protocol.messages.run import RunView
@@ -110,7 +110,7 @@ class Members:
         seats = None if (view := self.view) is None else view.seats
         if seats is None or isinstance(seats.invitations, UnsetType):
             return []
-        subjects = {ban.subject for ban in bans_in(seats.bans)}
+        subjects = {ban.subject for ban in active_bans(seats.bans)}
         numbers = [invitation.number.hex() for invitation in seats.invitations if peer in invitation.peers]
         return [number for number in numbers if number in subjects]
 
@@ -141,7 +141,7 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
     """Return all peers that ever joined a run, present members first, and all banned peers and invitations. Pure."""
     # In a run without invitations, only present members and convicted peers are known.
     seats = view.seats
-    banned = {ban.subject: printable(ban.reason) for ban in bans_in(seats.bans)}
+    banned = {ban.subject: printable(ban.reason) for ban in active_bans(seats.bans)}
     convicted = {str(conviction.peer): printable(conviction.reason) for conviction in seats.convicted or ()}
     found, named = list[RunMember](), set[str]()
     for invitation in seats.invitations or ():

@@ -22,8 +22,8 @@ from lightning_swarm.protocol.bans import apply_received_ban
 from lightning_swarm.protocol.invitations import (
     MAX_COUNTED,
     Used,
+    came_before,
     check_used,
-    has_come,
     has_room,
     invited_by,
     is_full,
@@ -107,7 +107,7 @@ class Arrivals:
         for peer, permit in zip(asked, permits, strict=True):
             if permit is None:
                 continue
-            if self._wall_s() >= permit.come_by_s and not has_come(used, peer):
+            if self._wall_s() >= permit.come_by_s and not came_before(used, peer):
                 self._warn(peer, "it comes for the first time, and its invitation has expired")
                 continue
             if not has_room(used, peer, invited_by(permit)):

@@ -13,7 +13,7 @@ import yaml
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import Bottleneck
 from lightning_swarm.planner.records import Code, Machine, Processor, WireFormat
-from lightning_swarm.protocol.compression import CODECS, SMALLEST
+from lightning_swarm.protocol.compression import CODECS, MIN_ELEMENTS
 from lightning_swarm.protocol.settings import Compression
 
 
@@ -44,7 +44,7 @@ class WireSettings:
         compression = self.compression or Compression()
         codecs = compression.activations, compression.gradients, compression.averaging
         activations, gradients, averaging = (
-            Code(bits=CODECS[name].bits, cpu_s=CODECS[name].cpu_s, smallest=SMALLEST) if name in CODECS else None
+            Code(bits=CODECS[name].bits, cpu_s=CODECS[name].cpu_s, smallest=MIN_ELEMENTS) if name in CODECS else None
             for name in codecs
         )
         return WireFormat(

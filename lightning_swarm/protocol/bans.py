@@ -30,20 +30,20 @@ def answer_bans(
     members: Callable[[], Iterable[PeerId]] = tuple,  # the peers of this peer's run
     spawn: Callable[[Coroutine[Any, Any, None]], Awaitable[object]] | None = None,  # None: forward no bans
 ) -> None:
-    """Apply bans signed by the owner, from any sender, and forward them. A banned coordinator would not."""
+    """Apply bans that the owner signed, from any sender, and forward them, because a banned coordinator would not."""
 
     async def handle(caller: PeerId, signed: bytes) -> None:
         is_new = signed not in transport.bans
         known = bans_after(UNSET, transport.bans)
         if len(bans_after(known, [signed]) or ()) > MAX_BANS:
             raise AccessDenied(
-                f"a run keeps at most {MAX_BANS} bans, and this run has reached that number. A lifted ban still counts."
+                f"a run must have at most {MAX_BANS} bans, lifted bans included, and this run has that many already"
             )
         transport.ban(signed)
         if signed not in transport.bans:
             raise AccessDenied(
-                "only the owner's newest ban of a peer or invitation counts, and a newer one is known here. Set the "
-                "clock of the machine that has the owner's key, and call again."
+                "a ban must be newer than all other bans of its peer or invitation, and this peer has a newer one. Set "
+                " the clock of the machine that holds the owner's key, and ban again."
             )
         if is_new and spawn is not None:
             await spawn(_forward(transport, {*members()} - {transport.peer_id, caller}, signed))
@@ -55,7 +55,7 @@ async def _forward(transport: Transport, peers: Iterable[PeerId], signed: bytes)
     async def forward_to(peer: PeerId) -> None:
         try:
             await BAN.ask(transport, peer, signed, timeout=_FORWARD_TIMEOUT_S)
-        except SwarmError as error:  # the next record carries the ban
+        except SwarmError as error:  # no retry, because the next record carries the ban
             _log.info("%s did not receive a ban: %s", peer, error)
 
     await gather(map(forward_to, sorted(peers)))
@@ -80,29 +80,31 @@ def bans_after(known: Bans, new: Bans) -> Bans:
     return [signed for _, signed in newest.values()]
 
 
-def bans_in(bans: Bans) -> list[SignedBan]:
+def active_bans(bans: Bans) -> list[SignedBan]:
     """Return all bans that are not lifted; raise `ProtocolError` for a malformed ban. Pure."""
     return [ban for ban in map(_read, bans or ()) if not ban.is_lifted]
 
 
 def banned_among(peers: Iterable[PeerId], bans: Bans, used: Used) -> set[PeerId]:
     """Return the peers that are banned themselves, or used only banned invitations. Pure."""
-    subjects = {ban.subject for ban in bans_in(bans)}
+    subjects = {ban.subject for ban in active_bans(bans)}
     invitations_of = defaultdict[PeerId, set[str]](set)
-    for one in used or ():
-        for peer in one.peers:
-            invitations_of[peer].add(one.number.hex())
+    for invitation in used or ():
+        for peer in invitation.peers:
+            invitations_of[peer].add(invitation.number.hex())
     return {peer for peer in peers if peer in subjects or (peer in invitations_of and invitations_of[peer] <= subjects)}
-
-
-def _read(signed: bytes) -> SignedBan:
-    try:
-        return decode(signed, SignedBan)
-    except ValueError as error:
-        raise ProtocolError(f"a ban is what the run's owner has signed, got {signed[:20].hex()}: {error}") from error
 
 
 def unrecorded(known: Bans, received: Iterable[bytes] | UnsetType) -> list[bytes]:
     """Return the received bans that the run does not know yet. Pure."""
     recorded = frozenset(known or ())
     return [signed for signed in received or () if signed not in recorded]
+
+
+def _read(signed: bytes) -> SignedBan:
+    try:
+        return decode(signed, SignedBan)
+    except ValueError as error:
+        raise ProtocolError(
+            f"a ban must be a record that the run's owner signed, got {signed[:20].hex()}: {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""Log of a peer's faults and recoveries, deduplicated and counted; and the wait for a stage without servers."""
+"""A log of faults and recoveries, which are deduplicated and counted; and the wait for stages without servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.reports import EventCounts, EventKind
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
 
-# Kinds that are logged as warnings.
+# Kinds of events that are logged as warnings.
 _WARNED: Final = frozenset(
     {
         *("strike", "round_repeated", "gone", "convicted", "disputed", "expelled", "unconfirmed", "takeover", "pause"),
@@ -28,13 +28,11 @@ _WARNED: Final = frozenset(
 )
 # A peer's newest event of these kinds shows whether it is a member.
 _MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})
-_MAX_KEPT: Final = 256
-# Most peers whose counts are kept, the latest reporters. A run has far fewer at a time, but new peers over weeks.
+_MAX_KEPT: Final = 256  # newest events
+# Most peers whose counts are kept, the latest reporters. A run has fewer peers at a time, but many over weeks.
 _MAX_LOGS: Final = 4096
 
 
-# Each peer has one `EventLog`. Code that handles a fault adds an event, but never decides by events. Peers report their
-# counts to the coordinator, and the coordinator to the lead, whose loggers get the sums.
 @dataclass(frozen=True)
 class Event:
     """A fault or a recovery.
@@ -67,28 +65,30 @@ class Event:
         return f"{head}: {self.reason}" if self.reason else head
 
 
+# Each peer has one `EventLog`. Code that handles a fault adds an event, but no code decides by events. Peers report
+# their counts to the coordinator, which reports them to the lead, whose loggers get the sums.
 class EventLog:
-    """A peer's log of events, with other peers' counts. The swarm's loop and a trainer's own thread may both use it."""
+    """A peer's log of events, with other peers' counts. Thread-safe: the trainer's thread uses it, too."""
 
     def __init__(self) -> None:
         self._id = secrets.randbits(62)  # identifies this log in reports, because a restarted peer counts anew
         self._counts: Counter[EventKind] = Counter()
-        self._others: dict[PeerId, EventCounts] = {}  # the counts that other peers reported
-        self._taken: dict[int, Counter[EventKind]] = {}  # log -> counts that `drain` has returned so far
+        self._reported: dict[PeerId, EventCounts] = {}  # the counts that other peers reported
+        self._drained: dict[int, Counter[EventKind]] = {}  # log -> counts that `drain` has returned so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
-        # True if another log line of this process reports the event, so that it is no warning here.
+        # Whether another log line of this process reports the event, so that this log does not warn of it.
         self.is_reported: Callable[[Event], bool] = lambda _: False
 
     @property
     def counts(self) -> Counter[EventKind]:
-        """The number of events of each kind that were noted so far, as a copy."""
+        """A copy of the number of events of each kind so far."""
         with self._lock:
             return self._counts.copy()
 
     @property
     def newest(self) -> tuple[Event, ...]:
-        """The last few hundred events, oldest first. An event that was noted several times in a step is there once."""
+        """The newest few hundred events, oldest first. Similar events of one step are listed once."""
         with self._lock:
             return tuple(self._kept)
 
@@ -102,7 +102,7 @@ class EventLog:
         reason: str = "",
         times: int = 1,
     ) -> None:
-        """Count an event. Log and keep it unless it is like an earlier one: a thousand retries make one line."""
+        """Count an event. Log and keep it unless it is like an earlier event: a thousand retries make one line."""
         with self._lock:
             self._counts[kind] += times
         self._keep(Event(kind, peer, stage, step, reason))
@@ -110,10 +110,12 @@ class EventLog:
     def log_only(
         self, kind: EventKind, *, peer: str | None = None, stage: int | None = None, step: int, reason: str = ""
     ) -> None:
-        """Log and keep another peer's event unless it was noted here. The other peer counts it."""
+        """Log and keep another peer's event, which that peer counts, unless this log has it already."""
         with self._lock:
-            known = next((e.kind for e in reversed(self._kept) if e.peer == peer and e.kind in _MEMBERSHIP), None)
-        # The newest event about the peer already agrees on whether it is a member.
+            known = next(
+                (old.kind for old in reversed(self._kept) if old.peer == peer and old.kind in _MEMBERSHIP), None
+            )
+        # Skip it if the newest event about the peer already agrees on whether the peer is a member.
         if kind in _MEMBERSHIP and known is not None and (kind == "joined") == (known == "joined"):
             return
         self._keep(Event(kind, peer, stage, step, reason))
@@ -136,50 +138,52 @@ class EventLog:
         return EventCounts(log=self._id, counts=dict(self.counts))
 
     def learn(self, reports: Mapping[PeerId, EventCounts]) -> None:
-        """Merge other peers' counts. Of two reports of one log, the higher count of each kind is the newer count."""
+        """Merge other peers' counts. For two reports of one log, the higher count of each kind is the newer one."""
         with self._lock:
             for peer, report in reports.items():
-                known = self._others.pop(peer, None)  # moves the peer to the end, as the latest reporter
+                known = self._reported.pop(peer, None)  # moves the peer to the end, as the latest reporter
                 before = known.counts if known is not None and known.log == report.log else {}
-                self._others[peer] = EventCounts(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
-            while len(self._others) > _MAX_LOGS:
-                del self._others[next(iter(self._others))]
+                self._reported[peer] = EventCounts(
+                    log=report.log, counts=dict(Counter(before) | Counter(report.counts))
+                )
+            while len(self._reported) > _MAX_LOGS:
+                del self._reported[next(iter(self._reported))]
 
     def known_counts(self, own: PeerId) -> dict[PeerId, EventCounts]:
         """Return the known counts of all peers, including this one (`own`)."""
         report = self.report()
         with self._lock:
-            return {**self._others, own: report}
+            return {**self._reported, own: report}
 
     def noted_by(self, kind: EventKind, peers: Collection[PeerId]) -> list[PeerId]:
-        """Return which of these peers have reported an event of this kind."""
+        """Return the peers among these that have reported an event of this kind."""
         with self._lock:
-            return [peer for peer in peers if peer in self._others and self._others[peer].counts.get(kind)]
+            return [peer for peer in peers if peer in self._reported and self._reported[peer].counts.get(kind)]
 
     def keep_only(self, members: Collection[PeerId]) -> None:
         """Forget the counts of all peers except `members`."""
         with self._lock:
-            self._others = {peer: report for peer, report in self._others.items() if peer in members}
+            self._reported = {peer: report for peer, report in self._reported.items() if peer in members}
 
     def drain(self) -> Counter[EventKind]:
-        """Return the events that were noted here, or learnt from other peers, since the last call."""
+        """Return the counts of all peers' events since the last call."""
         new: Counter[EventKind] = Counter()
         with self._lock:
             for log, counts in [
-                *((other.log, other.counts) for other in self._others.values()),
+                *((other.log, other.counts) for other in self._reported.values()),
                 (self._id, self._counts),
             ]:
-                taken = self._taken.pop(log, Counter())  # moves the log to the end, as the one used last
-                fresh = Counter(counts) - taken
-                self._taken[log] = taken + fresh
+                drained = self._drained.pop(log, Counter())  # moves the log to the end, as the latest used
+                fresh = Counter(counts) - drained
+                self._drained[log] = drained + fresh
                 new.update(fresh)
-            # Kept longer than the reports, because a peer that was away for long continues its old counts.
-            while len(self._taken) > 2 * _MAX_LOGS:
-                del self._taken[next(iter(self._taken))]
+            # Keep more logs than reports, because a peer that returns after a long time continues its counts.
+            while len(self._drained) > 2 * _MAX_LOGS:
+                del self._drained[next(iter(self._drained))]
         return new
 
 
-_INTERVAL_S: Final = 60.0
+_WARNING_INTERVAL_S: Final = 60.0
 
 
 @dataclass
@@ -191,7 +195,7 @@ class _Outage:
 
 @dataclass
 class OutageWait:
-    """A peer's wait for stages without servers. Callers pass the time, so no clock is needed."""
+    """A peer's wait for stages without servers. Callers pass the time."""
 
     events: EventLog
     _: KW_ONLY
@@ -210,14 +214,14 @@ class OutageWait:
         waited_s = now_s - outage.since_s
         if waited_s >= self.stage_timeout:
             raise StageLost(
-                f"step {step} waits for stage {stage}, which had no server for `Limits.stage_timeout` = "
-                f"{self.stage_timeout:g} s; {last} was lost last: {gone[last]}"
+                f"a stage may be without servers for `Limits.stage_timeout` = {self.stage_timeout:g} s, and step "
+                f"{step} waited as long for stage {stage}. The last of its servers was {last}: {gone[last]}"
             )
-        if now_s >= outage.logged_s + _INTERVAL_S:
+        if now_s >= outage.logged_s + _WARNING_INTERVAL_S:
             outage.logged_s = now_s
             _outage_log.warning(
                 "Step %d waits for stage %d: none of its servers answers. %s was lost last, %.0f s ago (%s). The run "
-                "goes on as soon as one of %s answers, or another server joins with `lightning-swarm join %s`. "
+                "continues as soon as one of %s answers, or another server joins with `lightning-swarm join %s`. "
                 "Otherwise it ends in %.0f s.",
                 step,
                 stage,

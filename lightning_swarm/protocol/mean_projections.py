@@ -2,12 +2,12 @@
 
 A projection gives each element of a vector a random sign, adds each element to one of few buckets, and returns the
 buckets' totals. It is linear, so the projection of the mean, times the divisor, must be the total of the projections of
-the sums. Each member answers with a `PartProjections`: `sums` projects its own sum and `means` the mean that it holds;
-`norms` are the norms of its sum's elements in each bucket. `parts` are digests of the mean's parts, and `given` of the
-members' contributions to the part that it reduced.
+the sums. Each member answers with a `PartProjections`: `sums` projects its own sum, and `means` the mean that it holds;
+`norms` are the norms of its sum's elements in each bucket. `parts` are digests of the mean's parts, and `given` are
+digests of the members' contributions to the part that it reduced.
 
-Pure. A mean passes if it differs from the true mean by no more than rounding (see `_is_mean`). A failed check convicts
-no server; the coordinator's own server then compares the sums and the means themselves.
+A mean passes if it differs from the true mean by no more than rounding (see `_is_mean`). A failed check is no proof
+against any server: the coordinator's own server then compares the sums and the means themselves. Pure.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_swarm.protocol.messages.run import StageManifest
 _NUM_BUCKETS: Final = 1024  # total over all parts, so that answers hardly grow with the number of members
 _MIN_BUCKETS: Final = 16
 _UNITS: Final = {"float32": 2.0**-24, "float64": 2.0**-53}  # unit roundoff
-_SMALLEST: Final = {"float32": 2.0**-126, "float64": 2.0**-1022}  # smaller numbers may be rounded to zero
+_MIN_NORMAL: Final = {"float32": 2.0**-126, "float64": 2.0**-1022}  # smaller numbers may be rounded to zero
 _DOUBLE: Final = 2.0**-52  # rounding of the projections, which are computed in float64
 _DEVIATIONS: Final = 5.0  # the factor `t` in `_is_mean`
-_SAME: Final = 1e-9  # relative tolerance between sums of the same numbers in different orders
+_TOLERANCE: Final = 1e-9  # relative tolerance between sums of the same numbers in different orders
 
 DType = Literal["float32", "float64"]
 
@@ -51,17 +51,14 @@ class StageScale:
         return part_bounds(self.length, num_members)
 
     def rounding(self, num_members: int) -> float:
-        """Return the largest rounding error of an element of the mean, relative to the sum of its terms' magnitudes.
-
-        This worst case is for comparisons of single elements.
-        """
+        """Return the largest rounding error of one element of the mean, relative to its terms' total magnitude."""
         # Each addition rounds, and so do up to three divisions by weight and scale, and their divisors.
         return (num_members + 5) * _UNITS[self.dtype]
 
     @property
     def smallest(self) -> float:
-        """The largest absolute error of an element of the mean by underflow."""
-        return _SMALLEST[self.dtype]
+        """The largest absolute error of one element of the mean that underflow causes."""
+        return _MIN_NORMAL[self.dtype]
 
 
 def num_buckets(num_members: int) -> int:
@@ -71,12 +68,12 @@ def num_buckets(num_members: int) -> int:
 
 def check_shape(answer: PartProjections, num_members: int) -> None:
     """Refuse an answer with negative norms, or whose lengths do not match the number of members."""
-    wanted = num_members * num_buckets(num_members)
+    expected = num_members * num_buckets(num_members)
     found = [len(answer.sums), len(answer.norms), len(answer.means), len(answer.parts), len(answer.given)]
-    if found != [wanted] * 3 + [num_members] * 2:
+    if found != [expected] * 3 + [num_members] * 2:
         raise ProtocolError(
-            f"a projection of {num_members} parts has {wanted} numbers of each kind and {num_members} digests, got "
-            f"{found}"
+            f"a projection of {num_members} parts must have {expected} numbers of each kind and {num_members} digests, "
+            f"got {found}"
         )
     negative = [norm for norm in (*answer.norms, answer.squared_norm) if norm < 0.0]
     if negative:
@@ -84,13 +81,13 @@ def check_shape(answer: PartProjections, num_members: int) -> None:
 
 
 def is_sound(answers: Sequence[PartProjections], scale: StageScale) -> bool:
-    """Return whether all members hold the same mean, and it is the mean of their sums."""
-    # `answers` are in the roster's order. Numbers that are not finite prove nothing, so they do not pass.
+    """Return whether all members hold the same mean, and it is the mean of their sums; `answers`: in roster order."""
+    # Numbers that are not finite prove nothing, so they do not pass.
     first = answers[0]
     if any(answer.parts != first.parts for answer in answers):
         return False
     numbers = [[*answer.sums, *answer.norms, *answer.means, answer.squared_norm] for answer in answers]
-    if not all(map(math.isfinite, (number for one in numbers for number in one))):
+    if not all(map(math.isfinite, (number for row in numbers for number in row))):
         return False
     if not all(same_numbers([answer.squared_norm], [first.squared_norm]) for answer in answers):
         return False
@@ -125,27 +122,29 @@ def agreed_norm(answers: Sequence[PartProjections]) -> float:
 
 
 def choose_accused(contradictions: Sequence[Contradiction], num_members: int) -> dict[PeerId, str]:
-    """Choose the members that most of a stage's members contradict, with the last reasons; none if those are all."""
+    """Choose the members that a majority of a stage's members contradict, with the last reason; none if that is all."""
     # Contradictions prove nothing, so these members are not convicted. But the run continues without them, because each
     # step with contradictions needs a replacement of the mean.
     against: dict[PeerId, set[PeerId]] = {}
     reasons: dict[PeerId, str] = {}
-    for one in contradictions:
-        for peer, other in ((one.reducer, one.other), (one.other, one.reducer)):
+    for contradiction in contradictions:
+        reducer, sender = contradiction.reducer, contradiction.other
+        for peer, other in ((reducer, sender), (sender, reducer)):
             against.setdefault(peer, set()).add(other)
-            reasons[peer] = one.reason
+            reasons[peer] = contradiction.reason
     accused = {peer: reasons[peer] for peer, others in against.items() if 2 * len(others) > num_members}
     return accused if len(accused) < num_members else {}
 
 
-def same_numbers(said: Sequence[float], found: Sequence[float], sizes: Sequence[float] | None = None) -> bool:
+def same_numbers(reported: Sequence[float], computed: Sequence[float], sizes: Sequence[float] | None = None) -> bool:
     """Return whether two lists of sums are equal, except for rounding in another order of summation.
 
-    The tolerance is relative to `sizes`; None: to the sums `found`, which must not be negative then.
+    The tolerance is relative to `sizes`; if None, to `computed`, which must not be negative then.
     """
     return all(
-        abs(one - other) <= _SAME * size
-        or one == other
-        or not (math.isfinite(one) or math.isfinite(other))  # infinities of both signs may cancel to NaN, or not
-        for one, other, size in zip(said, found, found if sizes is None else sizes, strict=True)
+        abs(left - right) <= _TOLERANCE * size
+        or left == right
+        # Infinities of both signs may cancel to NaN or not, depending on the order.
+        or not (math.isfinite(left) or math.isfinite(right))
+        for left, right, size in zip(reported, computed, computed if sizes is None else sizes, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Serializes values that loops and callbacks keep, without pickle. It supports only the following kinds.
+"""Serializes the state of loops and callbacks without pickle. Only the following kinds of values are supported.
 
 =================================  =======================================================
 value                              in the structure
@@ -17,7 +17,7 @@ path                               ``["path", text]``
 `Awaited`                          ``["awaited", name]``
 =================================  =======================================================
 
-The structure is sent as one more tensor of bytes, because it may be larger than the body of a call.
+The structure is sent as an additional tensor of bytes, because it may be larger than the body of a call.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 from lightning_swarm.protocol.serialization import tensor_at
 
 MAX_DEPTH: Final = 64
-MAX_STRUCTURE_BYTES: Final = 8 << 20  # Python needs many times as much memory for it
+MAX_STRUCTURE_BYTES: Final = 8 << 20  # decoded, a structure takes many times as much memory
 
-_CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})  # int is apart, because msgpack limits its size
+_CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})  # without int, because msgpack limits its size
 _MAX_DIGITS: Final = 4096
 _SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
 _DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_OF_NUMPY: Final = frozenset("?bBhHiIlLqQefd")
+_NUMPY_CHARS: Final = frozenset("?bBhHiIlLqQefd")  # `dtype.char` of the supported dtypes
 _DTYPES: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class NotPlain(SwarmError):
-    """A value contains an object of an unsupported kind. The message names its type and path."""
+    """A value is too large, or contains an object of an unsupported kind, whose type and path the message names."""
 
 
 @dataclass(frozen=True, eq=False)
 class Awaited:
-    """A placeholder for a tensor that another peer has, by name; None: a placeholder for the optimizer's state."""
+    """A placeholder for the tensor of this name, which another peer has; None: for the optimizer's state."""
 
     name: str | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
-        return self  # copies of a value hold the same placeholders, which are found by their `id`
+        return self  # copies keep the same placeholder, because placeholders are found by `id`
 
 
 def pack(value: Any) -> list[Tensor]:
@@ -67,14 +67,16 @@ def pack(value: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     structure = msgspec.msgpack.encode(_packed(value, tensors, "value", 0))
     if len(structure) > MAX_STRUCTURE_BYTES:
-        raise NotPlain(f"it has {len(structure)} bytes without its tensors, more than {MAX_STRUCTURE_BYTES}")
+        raise NotPlain(
+            f"a value may have {MAX_STRUCTURE_BYTES} bytes without its tensors, this one has {len(structure)}"
+        )
     return [torch.frombuffer(bytearray(structure), dtype=torch.uint8), *tensors]
 
 
 def unpack(tensors: Sequence[Tensor]) -> Any:
     """Convert untrusted tensors, as `pack` returns them, back into a value; refuse malformed tensors."""
     if not tensors or tensors[0].dtype != torch.uint8 or tensors[0].dim() != 1:
-        raise ProtocolError("a value must begin with the bytes of its structure, got others")
+        raise ProtocolError("a value's first tensor must have the bytes of its structure, got another tensor or none")
     if tensors[0].nbytes > MAX_STRUCTURE_BYTES:
         raise ProtocolError(
             f"a value may have {MAX_STRUCTURE_BYTES} bytes without its tensors, got {tensors[0].nbytes}"
@@ -85,7 +87,7 @@ def unpack(tensors: Sequence[Tensor]) -> Any:
         structure = msgspec.msgpack.decode(tensors[0].numpy().tobytes())
         value = _Unpacking(parts, missing).value(structure, 0)
     except (msgspec.DecodeError, UnicodeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ProtocolError(f"a value must be made of what can travel, got something else: {error}") from error
+        raise ProtocolError(f"a value must contain only supported kinds, got another kind: {error}") from error
     if missing:
         raise ProtocolError(f"a value must name each of its {len(parts)} tensors once; {len(missing)} are not named")
     return value
@@ -107,19 +109,19 @@ def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
 
 
 def _packed_leaf(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """Do as `_packed` for a value without parts, or raise `NotPlain`."""
+    """Return the structure of a value that is no container, as `_packed` does; raise `NotPlain` for other kinds."""
 
-    def put(tag: str, tensor: Tensor) -> list[Any]:
+    def add(tag: str, tensor: Tensor) -> list[Any]:
         tensors.append(tensor)
         return [tag, len(tensors) - 1]
 
     if type(value) is int:
         return value if -(2**63) <= value < 2**64 else ["integer", str(value)]
     if isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
-        return put("tensor", value.detach().cpu())
-    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.char in _OF_NUMPY:
+        return add("tensor", value.detach().cpu())
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.char in _NUMPY_CHARS:
         tag = "array" if isinstance(value, np.ndarray) else "number"
-        return put(tag, torch.from_numpy(np.array(value, order="C")))
+        return add(tag, torch.from_numpy(np.array(value, order="C")))
     if isinstance(value, (torch.dtype, torch.device)):
         return [type(value).__name__, str(value)]
     if isinstance(value, PurePath):
@@ -154,7 +156,9 @@ class _Unpacking:
             return _FROM_SEQUENCE[tag](values)
         if tag in _FROM_DICT and len(values) % 2 == 0:
             return _FROM_DICT[tag](dict(zip(values[::2], values[1::2], strict=True)))
-        raise ProtocolError(f"a value has no part of the kind {tag[:40]!r} with {len(children)} parts")
+        raise ProtocolError(
+            f"a node of a value must have a known tag and its number of parts, got {tag[:40]!r} with {len(children)}"
+        )
 
     def _tensor(self, tag: str, children: Sequence[Any]) -> Any:
         tensor = tensor_at(children, self._tensors, self._missing)
@@ -178,13 +182,13 @@ def _integer(digits: Any) -> int:
 
 def _dtype(name: Any) -> torch.dtype:
     if _text(name) not in _DTYPES:
-        raise ProtocolError(f"torch has no dtype {name[:40]!r}")
+        raise ProtocolError(f"a dtype in a value must be known to torch, got {name[:40]!r}")
     return _DTYPES[name]
 
 
 def _seconds(number: Any) -> dt.timedelta:
     if type(number) is not float:
-        raise ProtocolError(f"a time in a value must be a number, got {type(number).__name__}")
+        raise ProtocolError(f"a duration in a value must be a float, got {type(number).__name__}")
     return dt.timedelta(seconds=number)
 
 

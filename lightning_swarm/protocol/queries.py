@@ -1,4 +1,4 @@
-"""Queries to other peers: their versions and clocks, their run and coordinator, and the snapshots that they hold."""
+"""Queries to other peers about their snapshots, their run and its coordinator, and their versions and clocks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ async def ask_each(
     request: Q,
     *,
     timeout: float,
-    tries: int = 1,  # attempts per peer, while it answers pings: a call or its answer may be lost
-    check: Callable[[A], object] = lambda _: None,  # raises if an answer is malformed; then it is left out
+    tries: int = 1,  # attempts per peer while it answers pings, because a call or its answer may be lost
+    check: Callable[[A], object] = lambda _: None,  # raises for a malformed answer, which is then omitted
 ) -> dict[PeerId, A]:
     """Call peers in parallel, `timeout` seconds each; return the answers in the peers' order, and log failures."""
     answers: dict[PeerId, A] = {}
@@ -67,9 +67,9 @@ async def ask_each(
 
 
 def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
-    """Return the newest version of which every stage has a copy that outlives the stage's servers. Pure."""
-    # A copy that only the stage's own servers hold suffices if no other server could hold one, or if the trainers hold
-    # the stage, because the run has no loop without them.
+    """Return the newest version of which each stage has a copy that survives the death of the stage's servers. Pure."""
+    # A copy at the stage's own servers suffices if there are no other servers. It also suffices if the trainers hold
+    # the stage, because without trainers the run could not continue anyway.
     servers = {member.peer_id for roster in rosters for member in roster}
 
     def is_safe(version: int, index: int) -> bool:
@@ -81,16 +81,16 @@ def newest_safe(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Se
 
 
 def newest_complete(held: Held, num_stages: int, sound: int | None = None) -> int | None:
-    """Return the first version, in the order of `in_turn`, of which servers hold every stage. Pure."""
+    """Return the most preferred version, see `by_preference`, of which servers hold every stage. Pure."""
     complete = (v for v in _held_versions(held) if all(holders_of(held, v, index) for index in range(num_stages)))
-    return next(iter(in_turn(complete, sound)), None)
+    return next(iter(by_preference(complete, sound)), None)
 
 
-def in_turn(versions: Iterable[int], sound: int | None) -> list[int]:
+def by_preference(versions: Iterable[int], sound: int | None) -> list[int]:
     """Order versions by preference for a rollback: the newest first. Pure."""
     # Versions after `sound` may contain false work, so they come last, the oldest of them first.
     known = set(versions)
-    later = {one for one in known if sound is not None and one > sound}
+    later = {version for version in known if sound is not None and version > sound}
     return [*sorted(known - later, reverse=True), *sorted(later)]
 
 
@@ -101,12 +101,12 @@ def version_to_keep(
     resumable: Collection[int] | None = None,
 ) -> int | None:
     """Return the version to keep until the next snapshot is safe: `newest_safe`, else `newest_complete`. Pure."""
-    # A version that is not `resumable` is kept only if there is no other: the lead's loop could not resume from it.
+    # A version that is not `resumable` is the last choice, because the lead's loop could not continue from it.
     if resumable is not None:
         kept = version_to_keep(only_versions(held, resumable), rosters, on_trainers)
         if kept is not None:
             return kept
-    # After the death of a server with copies no version may be safe, but a complete version may still be needed.
+    # Servers with copies may have died, so that no version is safe. A complete version may still be needed.
     safe = newest_safe(held, rosters, on_trainers)
     return safe if safe is not None else newest_complete(held, len(rosters))
 
@@ -120,29 +120,28 @@ def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
     )
 
 
-def taken_alike(
+def agreed_digest(
     claimed: Mapping[PeerId, bytes], takers: Collection[PeerId], *, trusted: Sequence[PeerId]
 ) -> bytes | None:
-    """Return a snapshot's digest as the first of `trusted` among its takers claims it, or else most takers. Pure.
+    """Return the digest of a snapshot that its takers agree on; None: they do not agree yet. Pure.
 
-    None if that peer has claimed no digest, or no majority has claimed the same.
+    The first of `trusted` among the takers decides. Without a trusted taker, a majority of the takers must agree.
     """
     arbiter = next((peer for peer in trusted if peer in takers), None)
     if arbiter is not None:
         return claimed.get(arbiter)
-    number = Counter(claimed[peer] for peer in takers if peer in claimed)
-    return next((found for found, count in number.most_common(1) if 2 * count > len(takers)), None)
+    votes = Counter(claimed[peer] for peer in takers if peer in claimed)
+    return next((digest for digest, count in votes.most_common(1) if 2 * count > len(takers)), None)
 
 
 def only_recorded(held: Held, recorded: Iterable[HeldSnapshot]) -> dict[PeerId, HeldSnapshots]:
-    """Keep only snapshots that records list. Pure."""
-    right = set(recorded)
-    return _only(held, lambda one: one in right)
+    """Return only the snapshots that records list. Pure."""
+    return _only(held, set(recorded).__contains__)
 
 
 def only_versions(held: Held, versions: Collection[int]) -> dict[PeerId, HeldSnapshots]:
-    """Keep only snapshots of these versions. Pure."""
-    return _only(held, lambda one: one.version in versions)
+    """Return only the snapshots of these versions. Pure."""
+    return _only(held, lambda snapshot: snapshot.version in versions)
 
 
 def _only(held: Held, wanted: Callable[[HeldSnapshot], bool]) -> dict[PeerId, HeldSnapshots]:
@@ -154,7 +153,7 @@ def _held_versions(held: Held) -> set[int]:
 
 
 async def ask_view(transport: Transport, peer: PeerId, *, timeout: float) -> RunView | None:
-    """Ask a peer for a view of its run; None if it is in no run, or does not answer."""
+    """Ask a peer for a view of its run; None: the peer is in no run, or does not answer."""
     try:
         return await VIEW.ask(transport, peer, None, timeout=timeout)
     except SwarmError as error:
@@ -168,27 +167,27 @@ async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: 
 
 
 async def ask_servers(transport: Transport, run: RunState) -> dict[PeerId, WatchReply]:
-    """Send `WATCH` to all other servers; return those of their answers that come within `GRACE_S` of the first.
+    """Send `WATCH` to all other servers; return the answers that come within `GRACE_S` of the first answer.
 
-    Returns nothing if no answer comes within `GRACE_S`.
+    The first answer, too, must come within `GRACE_S`.
     """
-    others = [peer for peer in run.servers if peer != transport.peer_id]
-    return await _ask_watch(transport, run, others, lambda _: False, GRACE_S)
+    servers = [peer for peer in run.servers if peer != transport.peer_id]
+    return await _ask_watch(transport, run, servers, lambda _: False, GRACE_S)
 
 
 # Promises are not signed, so neither a coordinator nor another server can prove them. A peer that learns of a higher
-# term therefore asks the voters: one call to each, and only when the coordinator changes. If voters notified all peers
-# instead, they would also do so after failed elections, and repeat it for peers that missed it.
+# term therefore asks the voters, which takes one call to each of them whenever the coordinator changes. If voters
+# notified all peers instead, they would do so after failed elections, too, and again for peers that missed the call.
 async def find_promised(
     transport: Transport,
     run: RunState,
     received: Iterable[Term],
     *,
     timeout: float,
-    own: Callable[[Term], bool] | None = None,  # this peer's own vote on a term; None: it is asked like all voters
+    own: Callable[[Term], bool] | None = None,  # term -> whether this peer promised it; None: ask it like all voters
 ) -> Term | None:
     """Return the highest of these terms that is above the run's and promised by a majority of the voters."""
-    # Voters that do not answer count as gone. One voter's promise is not enough while another voter answers.
+    # Voters that do not answer count as gone, so the majority is of the voters that answer.
     above = sorted({term for term in received if term > run.term and run.decides(PeerId(term[1]))}, reverse=True)
     if not above:
         return None
@@ -196,32 +195,30 @@ async def find_promised(
     def agrees(peer: PeerId, promised: Term, term: Term) -> bool:
         return own(term) if own is not None and peer == transport.peer_id else promised == term
 
-    def newest(answers: Mapping[PeerId, WatchReply], number: int) -> Term | None:
-        votes = {term: sum(agrees(peer, one.promised, term) for peer, one in answers.items()) for term in above}
-        return next((term for term, count in votes.items() if 2 * count > number), None)
+    def highest(answers: Mapping[PeerId, WatchReply], num_voters: int) -> Term | None:
+        votes = {term: sum(agrees(peer, reply.promised, term) for peer, reply in answers.items()) for term in above}
+        return next((term for term, count in votes.items() if 2 * count > num_voters), None)
 
-    electorate = [voter.peer_id for voter in run.voters]
-    answers = await _ask_watch(
-        transport, run, electorate, lambda found: newest(found, len(electorate)) is not None, GRACE_S
-    )
-    if not answers:  # all voters known here may be gone, and any server may know newer voters
-        others = [peer for peer in run.servers if run.decides(peer)]
-        answers = await _ask_watch(transport, run, others, lambda found: False, timeout)
-    return newest(answers, len(answers))
+    voters = [voter.peer_id for voter in run.voters]
+    answers = await _ask_watch(transport, run, voters, lambda found: highest(found, len(voters)) is not None, GRACE_S)
+    if not answers:  # all voters that this peer knows may be gone, and any server may be a newer voter
+        electorate = [peer for peer in run.servers if run.decides(peer)]
+        answers = await _ask_watch(transport, run, electorate, lambda _: False, timeout)
+    return highest(answers, len(answers))
 
 
 async def is_superseded(transport: Transport, run: RunState, term: Term, *, timeout: float) -> bool:
-    """Return whether enough voters promised higher terms that a coordinator has lost its majority."""
+    """Return whether so many voters promised higher terms that the coordinator of `term` has lost its majority."""
     voters = [voter.peer_id for voter in run.voters]
 
     def is_certain(found: Mapping[PeerId, WatchReply]) -> bool:
-        gone = sum(one.promised > term for one in found.values())
-        return 2 * max(gone, len(found) - gone) > len(voters)
+        lost = sum(reply.promised > term for reply in found.values())
+        return 2 * max(lost, len(found) - lost) > len(voters)
 
     answers = await _ask_watch(transport, run, voters, is_certain, timeout)
-    # Half of the answers suffices, because the other half is no majority. Voters that do not answer are left out.
-    gone = sum(one.promised > term for one in answers.values())
-    return gone > 0 and 2 * gone >= len(answers)
+    # Half of the answers suffices, because the other half is no majority. Voters that do not answer are ignored.
+    lost = sum(reply.promised > term for reply in answers.values())
+    return lost > 0 and 2 * lost >= len(answers)
 
 
 async def _ask_watch(
@@ -229,9 +226,9 @@ async def _ask_watch(
     run: RunState,
     peers: Iterable[PeerId],
     is_enough: Callable[[Mapping[PeerId, WatchReply]], bool],
-    timeout: float,  # seconds until the first answer; further answers have `GRACE_S` after it
+    timeout: float,  # seconds until the first answer; later answers must come within `GRACE_S` of it
 ) -> dict[PeerId, WatchReply]:
-    """Ask peers for the terms that each follows and promised, until the answers are enough."""
+    """Ask peers which terms they follow and have promised, until the answers are enough."""
     found: dict[PeerId, WatchReply] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
 
@@ -255,7 +252,7 @@ async def _ask_watch(
 
 
 _PACKAGES: Final = ("torch", "lightning", "hivemind")
-_NUM_TRIES: Final = 5
+_NUM_GREETINGS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +261,7 @@ class GreetingResult:
 
     greeting: Greeting
     round_trip_s: float
-    ahead_s: float  # seconds by which the peer's clock is ahead of this process's, exact to half a round trip
+    ahead_s: float  # lead of the peer's clock over this process's, exact to half a round trip
 
 
 def own_greeting(now_s: float) -> Greeting:
@@ -284,16 +281,16 @@ def answer_greetings(transport: Transport, *, now: Callable[[], float] = time.ti
 async def greet(
     transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
 ) -> GreetingResult:
-    """Greet a peer a few times, `timeout` seconds each; return the quickest answer, which compares the clocks best."""
+    """Greet a peer several times, `timeout` seconds each; return the fastest result, whose clock comparison is best."""
     loop = asyncio.get_running_loop()
-    meetings = []
-    for _ in range(_NUM_TRIES):
+    results = []
+    for _ in range(_NUM_GREETINGS):
         sent_s, begin_s = now(), loop.time()
         greeting = await HELLO.ask(transport, peer, None, timeout=timeout)
         round_trip_s = loop.time() - begin_s
         ahead_s = greeting.unix_time_s - (sent_s + round_trip_s / 2)
-        meetings.append(GreetingResult(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))
-    return min(meetings, key=lambda meeting: meeting.round_trip_s)
+        results.append(GreetingResult(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))
+    return min(results, key=lambda result: result.round_trip_s)
 
 
 def installed_version(package: str) -> str | None:

@@ -1,6 +1,6 @@
-"""The methods that peers call on each other: each stands once, with its messages and the roles of both sides.
+"""The table of all methods that peers call on each other, with their messages and the roles of caller and callee.
 
-A call is a request and an answer of at most `MAX_CALL_BYTES` each. Messages of a stream may have tensors, too.
+A call is a request and an answer of at most `MAX_CALL_BYTES` each. Messages of a stream may also have tensors.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ WithTensors: TypeAlias = "tuple[A, Sequence[Tensor]]"
 
 @dataclass(frozen=True, eq=False)
 class TypedRpc(Rpc, Generic[Q, A]):
-    """A method with the types of its messages: records, or bytes that travel as they are."""
+    """A method and the types of its messages: records, or bytes that are not encoded any further."""
 
     request: type[Q] | None = None  # None: the method takes no arguments
-    reply: type[A] | None = None  # None: the answer is empty, and is not read
+    reply: type[A] | None = None  # None: the answer is empty, so it is not decoded
 
     def read_request(self, body: bytes) -> Q:
         """Decode a request; raise `ProtocolError` if it is malformed."""
         if self.request is None and body:
-            raise ProtocolError(f"{self.name} takes no arguments, got {len(body)} bytes")
+            raise ProtocolError(f"a request of {self.name} must be empty, got {len(body)} bytes")
         return _unpacked(body, self.request)
 
     def read_reply(self, body: bytes) -> A:
@@ -62,7 +62,7 @@ class Call(TypedRpc[Q, A]):
     def serve(
         self, transport: Transport, handler: Callable[[PeerId, Q], Awaitable[A]], *, admit: Admit | None = None
     ) -> None:
-        """Answer the calls of this method. Requests of callers that `admit` refuses are not decoded."""
+        """Answer the calls of this method. `admit` may refuse a caller before its request is decoded."""
 
         async def answer(caller: PeerId, body: bytes) -> bytes:
             if admit is not None:
@@ -80,7 +80,7 @@ class Call(TypedRpc[Q, A]):
 class StreamRpc(TypedRpc[Q, A]):
     """A method whose messages may have tensors."""
 
-    is_call_if_small: bool = False  # requests without tensors are sent and answered as calls, which cost less
+    is_call_if_small: bool = False  # send requests without tensors as calls, which cost less
 
     async def ask(
         self,
@@ -132,7 +132,7 @@ class Upload(StreamRpc[Q, A]):
         """Answer the requests of this method; `Transport.handle_stream` explains the limits."""
 
         async def answer(caller: PeerId, message: Message) -> Message:
-            if admit is not None:  # once more, because the caller's rights may have changed while its tensors came
+            if admit is not None:  # again, because the caller's rights may have changed while its tensors arrived
                 admit(caller)
             return _message(await handler(caller, self.read_request(message.body), message))
 
@@ -147,7 +147,7 @@ class Upload(StreamRpc[Q, A]):
 
 
 def packed(record: WireMessage | bytes | None) -> bytes:
-    """Encode a record; None is empty, and bytes stay as they are."""
+    """Encode a record; return bytes unchanged, and None as empty bytes."""
     return encode(record) if isinstance(record, WireMessage) else record or b""
 
 
@@ -157,30 +157,30 @@ def _unpacked(body: bytes, kind: type[A] | None) -> A:
     return decode(body, kind)
 
 
-_EMPTY: Final = Message()  # made once, because the most frequent calls have no answer
+_EMPTY: Final = Message()  # shared, because the most frequent calls have empty answers
 
 
-def _message(found: Message | WithTensors[A] | None) -> Message:
-    if found is None:
+def _message(answer: Message | WithTensors[A] | None) -> Message:
+    if answer is None:
         return _EMPTY
-    return found if isinstance(found, Message) else Message(packed(found[0]), tuple(found[1]))
+    return answer if isinstance(answer, Message) else Message(packed(answer[0]), tuple(answer[1]))
 
 
 _OBSERVER, _SERVER, _TRAINER = Role.OBSERVER, Role.SERVER, Role.TRAINER
 
-# Any peer may call these methods. `HELLO` is equal in every version, so that peers can report different versions. `BAN`
-# delivers a ban, or its lifting: the owner's signature counts, not the peer that passes it on.
+# Any peer may call these methods. `HELLO` is the same in every version, so that peers can report different versions.
+# `BAN` sends a ban, or its lifting. The owner has signed it, so any peer may forward it.
 HELLO: Final = Call("peer.hello", None, reports.Greeting, by=_OBSERVER, of=_OBSERVER)
 PEER_REPORT: Final = Call("peer.report", None, reports.PeerReport, by=_OBSERVER, of=_OBSERVER)
 OTHERS: Final = Call("peer.others", None, reports.OtherPeers, by=_OBSERVER, of=_OBSERVER)
 BAN: Final = Call("peer.ban", bytes, by=_OBSERVER, of=_OBSERVER)
 VIEW: Final = Call("run.view", None, run.RunView, by=_OBSERVER)
 
-# Tensors that another peer holds.
+# Fetching tensors that another peer holds.
 WAIT: Final = Download("ticket.wait", calls.WaitRequest, calls.WaitReply, by=_SERVER)
 FETCH: Final = Download("ticket.fetch", calls.FetchRequest, bytes, by=_SERVER)
 
-# A run begins, goes back, and ends.
+# Beginning, rolling back and ending a run.
 CLAIM: Final = Call("run.claim", None, membership.ClaimReply, by=_TRAINER, of=_TRAINER)
 ADMIT: Final = Call("server.admit", run.Manifest, by=_TRAINER)
 LOAD: Final = Upload("server.load", state.StageState, by=_TRAINER)
@@ -196,7 +196,8 @@ CANCEL: Final = Call("stage.cancel", calls.CancelRequest, calls.CancelReply, by=
 
 # A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`, so that each granted
 # sample is in exactly one decided record. If user code selected other parameters or wrote weights, `change -> settle`
-# come first. Trainers call the coordinator, whose answer to `TAKE_METRICS` is empty if it lost the `BatchMetrics`:
+# come first. Trainers call these methods of the coordinator. Its answer to `TAKE_METRICS` is empty if it lost the
+# `BatchMetrics`.
 CHANGE: Final = Call("step.change", batches.ChangeRequest, by=_TRAINER, only_coordinator=True)
 PLAN: Final = Call("step.plan", run.PlanRequest, by=_TRAINER, only_coordinator=True)
 TAKE_PLAN: Final = Call("step.take_plan", run.TakePlanRequest, run.TakePlanReply, by=_TRAINER, only_coordinator=True)
@@ -212,7 +213,7 @@ REGISTER: Final = Call("step.register", batches.RegisterRequest, by=_TRAINER, on
 ENLIST: Final = Call("run.enlist", membership.EnlistRequest, membership.EnlistReply, by=_TRAINER, only_coordinator=True)
 RETIRE: Final = Call("run.retire", batches.RetireRequest, membership.RetireReply, by=_TRAINER, only_coordinator=True)
 
-# The coordinator calls servers. Every server may become the coordinator, so all servers may call these methods.
+# The coordinator calls these methods of servers. All servers may call them, because each may become the coordinator.
 SETTLE: Final = Call("step.settle", step.SettleRequest, by=_SERVER)
 FENCE: Final = Call("step.fence", step.FenceRequest, by=_SERVER)
 RECEIPTS: Final = Call("step.receipts", step.ReceiptsRequest, step.ReceiptsReply, by=_SERVER)
@@ -226,7 +227,7 @@ PREPARE: Final = Call("step.prepare", step.Prepare, step.Promise, by=_SERVER)
 PROPOSE: Final = Call("step.propose", step.Proposal, step.Vote, by=_SERVER)
 APPLY: Final = Call("step.apply", step.Record, by=_SERVER)
 
-# The coordinator calls trainers, and other servers call the lead.
+# The coordinator calls these methods of trainers, and servers call `LEADS` of the lead.
 REPLAY: Final = Call("trainer.replay", step.ReplayRequest, step.ReplayReply, by=_SERVER, of=_TRAINER)
 AVOID: Final = Call("trainer.avoid", step.AvoidRequest, by=_SERVER, of=_TRAINER)
 REPORT: Final = Call("trainer.report", batches.ReportRequest, batches.ReportReply, by=_SERVER, of=_TRAINER)
@@ -243,16 +244,16 @@ AUDIT: Final = Upload("audit.compute", audits.AuditRequest, by=_TRAINER)
 KEPT_WORK: Final = Download("audit.kept", audits.KeptWorkRequest, audits.KeptWorkReply, by=_SERVER)
 FINDINGS: Final = Call("audit.findings", audits.FindingsRequest, audits.FindingsReply, by=_SERVER)
 
-# Coordinators.
+# Choosing and watching the coordinator.
 ANNOUNCE_TERM: Final = Call("run.lead", run.CoordinatorTerm, run.CoordinatorTerm, by=_SERVER)
 WATCH: Final = Call("run.watch", run.WatchRequest, run.WatchReply, by=_SERVER)
 PULL: Final = Call("run.pull", run.StepRequest, step.Record, by=_SERVER)
 TAKE_OVER: Final = Call("run.take_over", run.CoordinatorTerm, by=_SERVER)
 INHERIT: Final = Call("run.inherit", run.InheritRequest, by=_SERVER)
-# A peer that keeps the state of the lead's loop may have to take over as the lead.
+# Asked of a peer that keeps the state of the lead's loop, because it may have to take over as the lead.
 LOOP: Final = Call("trainer.loop", run.LoopRequest, run.LoopReply, by=_TRAINER, of=_TRAINER)
 
-# Servers that join and leave.
+# Joining and leaving servers.
 JOIN: Final = Call("run.join", membership.JoinRequest, membership.JoinReply, by=_SERVER, only_coordinator=True)
 READY: Final = Call("run.ready", membership.ReadyRequest, by=_SERVER, only_coordinator=True)
 DRAIN: Final = Call("run.drain", membership.DrainRequest, membership.DrainReply, by=_SERVER, only_coordinator=True)
@@ -263,7 +264,7 @@ FOLLOW: Final = Download("stage.follow", membership.FollowRequest, membership.Fo
 PIECE: Final = Download("stage.piece", membership.PieceRequest, by=_SERVER)
 NEXT: Final = Download("stage.next", membership.NextRequest, membership.NextReply, by=_SERVER)
 
-# The state of a stage.
+# Reading, writing and keeping the state of a stage.
 STATE: Final = Download("stage.state", state.StateRequest, state.StageState, by=_TRAINER)
 PROVE: Final = Call("stage.prove", state.ProofRequest, state.ProofReply, by=_SERVER)
 WRITE: Final = Download("stage.write", state.WriteRequest, state.WriteReply, by=_TRAINER)
@@ -273,7 +274,7 @@ KEEP_LOOP: Final = Upload("snapshot.keep_loop", state.KeptLoop, by=_TRAINER, of=
 SNAPSHOT: Final = Download("snapshot.read", state.SnapshotRequest, state.Snapshot, by=_SERVER)
 HELD: Final = Call("snapshot.held", None, state.HeldSnapshots, by=_SERVER)
 
-# Inference and tuning.
+# Inference with the model of a run or a served model.
 SESSION_STEPS: Final = Upload("session.steps", inference.SessionSteps, inference.SessionStepsReply, by=_SERVER)
 SESSION_REPLAY: Final = Call("session.replay", inference.SessionReplay, by=_TRAINER)
 SESSION_CLOSE: Final = Call("session.close", inference.SessionClose, by=_TRAINER)
@@ -282,6 +283,7 @@ SESSION_OUTPUTS: Final = Upload("session.outputs", inference.SessionOutputs, by=
 SESSION_FAILED: Final = Call("session.failed", inference.SessionFailed, by=_SERVER, of=_TRAINER)
 RUN_TEXT: Final = Call("run.text", inference.RunTextRequest, inference.RunText, by=_OBSERVER, of=_TRAINER)
 
+# Served models, and tuning of clients' adapters.
 MODEL_CARD: Final = Call("model.card", serving.CardRequest, serving.ModelCard, by=_SERVER)
 MODEL_PART: Final = Download("model.part", serving.PartRequest, by=_SERVER)
 MODEL_SERVERS: Final = Call("model.servers", None, serving.ModelServers, by=_OBSERVER)
@@ -291,4 +293,4 @@ TUNE_FORWARD: Final = Upload("tune.forward", tuning.TuneForward, bytes, by=_TRAI
 TUNE_BACKWARD: Final = Upload("tune.backward", tuning.TuneBackward, tuning.TuneGradients, by=_TRAINER)
 TUNE_FETCH: Final = Download("tune.fetch", tuning.TuneFetch, bytes, by=_SERVER)
 
-RPCS: Final[Sequence[Call | StreamRpc]] = [one for one in globals().values() if isinstance(one, Call | StreamRpc)]
+RPCS: Final[Sequence[Call | StreamRpc]] = [value for value in globals().values() if isinstance(value, Call | StreamRpc)]

@@ -23,7 +23,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.bans import bans_after
 from lightning_swarm.protocol.guests import DifferingServers, guests_after
 from lightning_swarm.protocol.invitations import check_invited, check_used, used_after
-from lightning_swarm.protocol.keepers import Electorate, check_seated, convictions
+from lightning_swarm.protocol.keepers import Electorate, check_no_convicted, convictions
 from lightning_swarm.protocol.messages.calls import to_ranges
 from lightning_swarm.protocol.messages.run import (
     MAX_FORMER_LEADS,
@@ -42,29 +42,29 @@ from lightning_swarm.protocol.tied_tensors import TiedTensors
 
 
 def check_open(manifest: Manifest) -> None:
-    """Raise `ConfigError` if a run takes no further trainers."""
+    """Raise `ConfigError` if a run admits no further trainers."""
     if not manifest.open_to_trainers:
         raise ConfigError(
-            f"run {manifest.run_id!r} takes no trainers beside those that it began with: its starter must have "
-            "`role='both'` and `target_batch_size`, no `delay_optimizer_step`, no callback "
-            "that changes weights, and no layers around the `pipeline`. Serve it, with `role='server'`, or start it so."
+            f"further trainers may join a run only if its starter has `role='both'` and `target_batch_size`, and "
+            "has no `delay_optimizer_step`, no callback that changes weights, and no layers around the `pipeline`. Run "
+            f"{manifest.run_id!r} admits none. Join it with `role='server'`, or restart it with these settings."
         )
 
 
 def check_protocol_version(
-    version: int, *, there: str = "there", here: str = "in the run", refuse: type[SwarmError] = ConfigError
+    version: int, *, place: str = "at the caller", own_place: str = "in the run", refuse: type[SwarmError] = ConfigError
 ) -> None:
-    """Refuse a version of the protocol that differs from this process's."""
+    """Refuse another peer's protocol version if it differs from this process's; the places are for the error's text."""
     if version != PROTOCOL_VERSION:
         raise refuse(
-            f"`protocol_version` is {version} {there} and {PROTOCOL_VERSION} {here}. "
-            "Install the same version of lightning_swarm on all peers."
+            f"`protocol_version` must be equal on all peers, and is {version} {place} and {PROTOCOL_VERSION} "
+            f"{own_place}. Install the same version of lightning_swarm everywhere."
         )
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Return the trainers in order of lanes; a lane is every n-th batch of an epoch, which its trainer reads ahead."""
-    # Lanes are only a hint. A trainer may bring a batch of another lane if it has read it first.
+    """Return the trainers in the order of their lanes; a trainer reads every n-th batch of an epoch, its lane."""
+    # Lanes are only a hint: a trainer may request a batch of another lane if that lane's trainer has not yet.
     return [lead, *(peer for peer in trainers if peer != lead)]
 
 
@@ -75,7 +75,7 @@ def next_in_lane(begin: int, index: int, lanes: Sequence[PeerId], own: PeerId) -
 
 
 def owner_of(begin: int, index: int, lanes: Sequence[PeerId]) -> PeerId:
-    """Return the trainer whose lane has a batch."""
+    """Return the trainer whose lane contains a batch."""
     return lanes[(index - begin) % len(lanes)]
 
 
@@ -87,7 +87,7 @@ _MAX_NAMED = 10  # most peers named in an error
 class RunState:
     """The members of a run and its other state at one version. Records change it; terms change the coordinator."""
 
-    # The server and the trainer of a process have one each, because they may be a record apart.
+    # The server and the trainer of a process have separate states, because one may have applied a record earlier.
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.is_rolling_back = False  # a new lead is about to roll the run back, so the open step will not count
@@ -98,7 +98,7 @@ class RunState:
         # The lead, then all other trainers as they joined. They may request leases, computations and state.
         self.trainers = list(manifest.trainers)
         self.scaling = manifest.scaling  # the loss scaling of the open step
-        self.invitations = manifest.invitations  # each with all peers that ever used it
+        self.invitations = manifest.invitations  # with all peers that ever used them
         self.bans = manifest.bans
         self.electorate = Electorate.of(manifest)
         self._apply_ban: Callable[[bytes], None] = lambda _: None  # called with each ban; see `apply_bans_by`
@@ -146,7 +146,7 @@ class RunState:
         return self.position_at(self.version)
 
     def position_at(self, version: int) -> BatchNumber | None:
-        """Return the first batch of an older step, if it is still known."""
+        """Return the first batch of the step that was open at a version, if it is still known."""
         return self._positions.get(version)
 
     @property
@@ -213,12 +213,12 @@ class RunState:
     def _snapshots_after(self, record: Record) -> list[HeldSnapshot]:
         # A joiner's view may already list the snapshots of a record that it has yet to apply.
         order, known = record.snapshot, list(dict.fromkeys([*self.snapshots, *(record.snapshots or ())]))
-        return known if order is None else [one for one in known if one.version == order.keep]
+        return known if order is None else [snapshot for snapshot in known if snapshot.version == order.keep]
 
     def digest_of(self, stage_index: int, version: int) -> bytes | None:
         """Return the digest of a stage's snapshot, if a record lists it."""
-        found = (one.digest for one in self.snapshots if (one.stage_index, one.version) == (stage_index, version))
-        return next(found, None)
+        key = stage_index, version
+        return next((held.digest for held in self.snapshots if (held.stage_index, held.version) == key), None)
 
     def takers_of(self, stage_index: int, version: int) -> list[PeerId]:
         """Return the servers that took a stage's snapshot of this version, if it is the newest ordered version."""
@@ -239,7 +239,7 @@ class RunState:
         ]
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
-        """Return for each stage the members that take part in a round: all that are not `absent`."""
+        """Return for each stage the members that are not `absent`, so that they take part in a round."""
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
@@ -294,12 +294,12 @@ class RunState:
 
     @property
     def trusted(self) -> list[PeerId]:
-        """If servers are strangers, the peers whose reports about a stage need no confirmation; the first prevails."""
+        """If servers are strangers: peers whose reports about a stage need no confirmation, the most trusted first."""
         keepers = self.electorate.keepers
         return [] if isinstance(keepers, UnsetType) else list(dict.fromkeys([self.coordinator, *keepers]))
 
     def check_coordinator(self, caller: PeerId) -> None:
-        """Raise `NotCoordinator` for a server that does not coordinate (any more), `ProtocolError` for a stranger."""
+        """Raise `NotCoordinator` for a server that does not coordinate (any more), `ProtocolError` for other peers."""
         if caller == self.coordinator:
             return
         if caller in self.servers:
@@ -320,7 +320,7 @@ class RunState:
         self.newest, self.selection = None, request.selection
 
     def change_lead(self, new_lead: PeerId) -> None:
-        """Replace the lead, which is gone, by another peer; batches of the former lead count no more."""
+        """Replace the lead, which is gone, by another peer; batches of the former lead no longer count."""
         manifest = self.manifest
         former = [peer for peer in (*(manifest.former_leads or ()), manifest.lead) if peer != new_lead][
             -MAX_FORMER_LEADS:
@@ -332,37 +332,45 @@ class RunState:
     def check_generation(self, generation: int) -> None:
         """Refuse a call of another generation of the run."""
         if generation != self.manifest.generation:
-            raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
+            raise ProtocolError(
+                f"a call must be of the run's generation {self.manifest.generation}, got generation {generation}"
+            )
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Refuse a record that empties a stage, changes an unknown stage, or admits a peer without invitation."""
-        # `seats`, the members after the record, replace the members known here, which the record's changes may not fit.
+        """Refuse a record that empties a stage, changes an unknown stage, or admits a peer without invitation.
+
+        `seats`: the members after the record, if this peer missed earlier records.
+        """
         if seats is None:
             check_invited(self.invitations, record)
             self.electorate.check(record, self.manifest.settings)
         after = seats or self.members_after(record)
         self.check_seats(after, record.enlisted)
-        changed = [left.stage_index for left in record.left] + [new.stage_index for new in record.newcomers]
+        changed = [change.stage_index for change in (*record.left, *record.newcomers)]
         highest = max(changed, default=0)
         if highest >= len(self.rosters):
-            raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
+            raise ProtocolError(
+                f"a record must change only stages below {len(self.rosters)}, record {record.step} changes {highest}"
+            )
 
     def check_seats(self, seats: SeatedMembers, enlisted: Collection[PeerId] = ()) -> None:
-        """Refuse members without the lead, with a duplicate, an empty stage, or a wrong number of stages."""
-        # Refuse also overused invitations, and convicted peers, even among the trainers that were just `enlisted`.
+        """Refuse members without the lead, with duplicates, an empty stage, or a wrong number of stages.
+
+        Also refuse overused invitations, malformed bans and convicted peers, even among the new trainers `enlisted`.
+        """
         check_used(seats.invitations)
         bans_after(UNSET, seats.bans)
-        check_seated(seats, enlisted)
+        check_no_convicted(seats, enlisted)
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
-                f"the lead {self.manifest.lead} must be among the trainers, and no peer twice; they begin with "
+                f"the trainers must contain the lead {self.manifest.lead}, and no peer twice; their list begins with "
                 f"{seats.trainers[:_MAX_NAMED]}"
             )
         sizes = [len(set(roster)) for roster in seats.rosters]
         if len(sizes) != len(self.rosters) or not all(sizes) or sizes != list(map(len, seats.rosters)):
             raise ProtocolError(
-                f"each of {len(self.rosters)} stages must have at least one server, and none twice; there are "
-                f"{sizes[:100]} different ones"
+                f"each of {len(self.rosters)} stages must have at least one server, and no server twice; the numbers "
+                f"of distinct servers are {sizes[:100]}, of {[len(roster) for roster in seats.rosters[:100]]} in all"
             )
 
     def view(self) -> RunView:
@@ -382,7 +390,7 @@ class RunState:
         return self.on_trainers.count(False)
 
     def lacks_model(self, trainer: PeerId) -> bool:
-        """Return whether the model is not cut, and a trainer's own server, which would hold it, is not in the run."""
+        """Return whether the model is not cut, and a trainer has no copy of it, because its own server left the run."""
         return self.manifest.is_whole and trainer not in self.servers
 
     @property
@@ -391,24 +399,26 @@ class RunState:
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def check_counted(self, step: int, first: int) -> None:
-        """Raise an error unless a decided step counts a batch, whose trainer was silent until the decision."""
+        """Raise an error unless a decided step counts a batch, whose trainer may have been silent for long."""
         if step not in self._counted:
             raise StepError(
-                f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "
-                "that was away for so long cannot go on. Start it again."
+                f"a trainer may be away for at most {_MAX_REMEMBERED} steps: step {self.version} is open, and this "
+                f"peer has forgotten which batches step {step} counted. Restart the trainer's program."
             )
         if not self.counts(step, [first]):
-            raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
+            raise LeaseRevoked(f"the batch was struck from step {step}, which is decided without it")
 
     def counts(self, step: int, firsts: Collection[int]) -> bool:
         """Return whether the record of a step was applied here, and counts the batches at these places."""
         runs = self._counted.get(step)
         return runs is not None and all(any(first in places for places in runs) for first in firsts)
 
-    def decided(self, step: int) -> bytes:
+    def decided_digest(self, step: int) -> bytes:
         """Return the digest of the record of a step; raise `ProtocolError` if it is not known (any more)."""
         if step not in self._digests:
-            raise ProtocolError(f"this peer is at version {self.version}, and does not know what step {step} came to")
+            raise ProtocolError(
+                f"this peer, which is at version {self.version}, does not have the record of step {step}"
+            )
         return self._digests[step]
 
     def check_trainer(self, caller: PeerId) -> None:
@@ -417,8 +427,8 @@ class RunState:
             raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
             raise NotEnlisted(
-                f"{caller} is none of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, of which "
-                f"the first are {self.trainers[:_MAX_NAMED]}"
+                f"the caller must be one of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, which "
+                f"begin with {self.trainers[:_MAX_NAMED]}, and {caller} is not among them"
             )
 
     def check_holds(self, member: Member, stage_index: int) -> None:
@@ -441,12 +451,12 @@ def record_digest(record: Record) -> bytes:
 def replaced_by(manifest: Manifest) -> str:
     """Return the error text for a former lead that was replaced."""
     return (
-        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, for this one was silent for too long, and has "
-        "rolled it back: what was done here since then does not count. Start this program again with `initial_peers`, "
-        "and it will help."
+        f"peer {manifest.lead} leads run {manifest.run_id!r} now, because this peer was silent for too long, and has "
+        "rolled the run back: this peer's steps since then do not count. To take part in the run again, restart this "
+        "program with `initial_peers`."
     )
 
 
 def boot_ids(manifest: Manifest, peer: PeerId) -> set[int]:
-    """Return the boot ids of a peer that holds a stage when the run begins; none for another peer."""
+    """Return the boot ids of a peer in the manifest's rosters; none if it holds no stage when the run begins."""
     return {member.boot_id for stage in manifest.stages for member in stage.roster if member.peer_id == peer}

@@ -31,18 +31,10 @@ from torch import Tensor
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.network.tensors import TensorSpec, parse_spec
 
-
-def named(names: Sequence[str], values: Any) -> dict[str, Any]:
-    """Return a dict from names to values; refuse a different number of values, and equal names."""
-    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
-        raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
-    return dict(zip(names, values, strict=True))
-
-
 Tree: TypeAlias = Any  # nested tuples, lists and dicts of tensors and constants
 Structure: TypeAlias = Any  # the nesting of a tree in builtins that msgpack can encode
 
-MAX_DEPTH: Final = 32  # nested containers; deeper structures overflow decoders written in C
+MAX_DEPTH: Final = 32  # nested containers; much deeper structures would overflow the stack of decoders in C
 MAX_PARTS: Final = 8  # most parts of an encoded tensor
 _MAX_CODEC_CHARS: Final = 32
 _CONSTANTS: Final = frozenset({type(None), bool, int, float, str})
@@ -68,7 +60,11 @@ class Encoded:
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
-    """Split a tree into its structure and its tensors, in order and with repetitions; refuse unsupported values."""
+    """Split a tree into its structure and its tensors, in order; a repeated tensor is listed again.
+
+    Raises:
+        ConfigError: The tree contains an unsupported value.
+    """
     tensors: list[Tensor] = []
     return _flatten(tree, tensors, None, 0), tensors
 
@@ -120,13 +116,22 @@ def is_differentiable(leaf: Tensor | Encoded) -> bool:
     return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
 
 
+def named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    """Return a dict from names to untrusted values; refuse a different number of values, and repeated names."""
+    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
+        raise ProtocolError(
+            f"a message must have one value for each of its {len(names)} names, and no name twice. It was refused."
+        )
+    return dict(zip(names, values, strict=True))
+
+
 # A path in a tree: the path of its container, and its key there. It is formatted only for errors, because each call
 # of a stage flattens a few trees.
 _Path: TypeAlias = "tuple[_Path, str | int] | None"
 
 
-def _text_of(path: _Path) -> str:
-    return "value" if path is None else f"{_text_of(path[0])}[{path[1]!r}]"
+def _path_text(path: _Path) -> str:
+    return "value" if path is None else f"{_path_text(path[0])}[{path[1]!r}]"
 
 
 def _flatten(tree: Tree, tensors: list[Tensor], path: _Path, depth: int) -> Structure:
@@ -134,9 +139,8 @@ def _flatten(tree: Tree, tensors: list[Tensor], path: _Path, depth: int) -> Stru
     if isinstance(tree, Tensor):
         if tree.layout is not torch.strided or tree.is_nested:
             raise ConfigError(
-                f"tensors between stages must be dense, got one with layout {tree.layout} at {_text_of(path)}. "
-                "Pass its parts, such as `indices()` and `values()`, and make it of them in the block, or pass it by "
-                "`to_dense()`."
+                f"tensors between stages must be dense, got one with layout {tree.layout} at {_path_text(path)}. "
+                "Pass `to_dense()` of it, or its parts, such as `indices()` and `values()`, and rebuild it in a block."
             )
         tensors.append(tree)
         return ["tensor", len(tensors) - 1]
@@ -149,27 +153,27 @@ def _flatten(tree: Tree, tensors: list[Tensor], path: _Path, depth: int) -> Stru
     if kind in _CONSTANTS:
         if kind is int and not -(2**63) <= tree < 2**64:
             raise ConfigError(
-                f"an integer between stages must fit in 64 bits, got {tree} at {_text_of(path)}. Pass it as a string."
+                f"an integer between stages must fit in 64 bits, got {tree} at {_path_text(path)}. Pass it as a string."
             )
         return tree
     if kind not in (tuple, list, dict):
         raise ConfigError(
             "values between stages must be tensors, None, bool, int, float or str, in plain tuples, lists and dicts, "
-            f"got {kind.__module__}.{kind.__qualname__} at {_text_of(path)}. Convert it in the block that makes it, "
-            "and back in the block that takes it (a named tuple or dataclass to a tuple or dict, an array to a tensor)."
+            f"got {kind.__module__}.{kind.__qualname__} at {_path_text(path)}. Convert it in the block that makes it, "
+            "and back in the block that gets it (a named tuple or dataclass to a tuple or dict, an array to a tensor)."
         )
     if depth == MAX_DEPTH:
         raise ConfigError(
-            f"values between stages may be nested {MAX_DEPTH} deep, got more at {_text_of(path)}. "
-            "Flatten them, and look for a container that holds itself."
+            f"values between stages may be nested {MAX_DEPTH} deep, got more at {_path_text(path)}. "
+            "Flatten them. A container may contain itself."
         )
     if kind is not dict:
-        return [kind.__name__, *[_flatten(one, tensors, (path, i), depth + 1) for i, one in enumerate(tree)]]
+        return [kind.__name__, *[_flatten(child, tensors, (path, i), depth + 1) for i, child in enumerate(tree)]]
     for key in tree:
         if type(key) is not str:
             raise ConfigError(
                 f"keys of a dict between stages must be strings, got {key!r} ({type(key).__name__}) at "
-                f"{_text_of(path)}. Use strings, or pass a list."
+                f"{_path_text(path)}. Use strings, or pass a list."
             )
     return {key: _flatten(child, tensors, (path, key), depth + 1) for key, child in tree.items()}
 
@@ -183,7 +187,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
         raise ProtocolError(f"a structure may be nested {MAX_DEPTH} deep, got more. The message was refused.")
     if kind is dict:
         if not all(type(key) is str for key in structure):
-            raise ProtocolError("keys in a structure must be strings, got others. The message was refused.")
+            raise ProtocolError("keys in a structure must be strings, got another type. The message was refused.")
         return {key: _unflatten(child, tensors, missing, depth + 1) for key, child in structure.items()}
     if kind is not list or not structure:
         raise ProtocolError(
@@ -196,7 +200,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
     if tag == "encoded":
         return _encoded(children, tensors, missing)
     if tag not in ("tuple", "list"):
-        # The tag is untrusted, so logs get only its beginning.
+        # The tag is untrusted, so the error quotes only its beginning.
         raise ProtocolError(
             f"a tag in a structure must be tensor, tuple or list, got {str(tag)[:40]!r}. The message was refused."
             if type(tag) is str
@@ -207,18 +211,18 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
 
 
 def tensor_at(children: Sequence[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
-    """Return the tensor to which a node of a structure refers by its index; no other node may refer to it."""
+    """Return the tensor to which a node refers by index; `missing`: the indices that no node has used yet."""
     if len(children) != 1 or type(children[0]) is not int or children[0] not in missing:
         raise ProtocolError(
             f"a structure must name each of its {len(tensors)} tensors once, by its index, "
-            "got an index that is out of range, repeated or no integer. The message was refused."
+            "got an index that is out of range, repeated or not an integer. The message was refused."
         )
     missing.remove(children[0])
     return tensors[children[0]]
 
 
 def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Encoded:
-    # Too few children become an encoded tensor without parts, which is refused.
+    # A node with too few children is read as one without parts, which is refused below.
     codec, dtype, shape, *indices = children if len(children) > 3 else ("", "", [])
     if type(codec) is not str or len(codec) > _MAX_CODEC_CHARS or not 0 < len(indices) <= MAX_PARTS:
         raise ProtocolError(
@@ -228,6 +232,8 @@ def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) 
     try:
         spec = msgspec.convert([dtype, shape], TensorSpec)
     except msgspec.ValidationError as error:
-        raise ProtocolError(f"an encoded tensor must have a dtype and a shape: {error}") from error
+        raise ProtocolError(
+            f"an encoded tensor must have a dtype and a shape: {error}. The message was refused."
+        ) from error
     parse_spec(spec)
     return Encoded(codec, spec, tuple(tensor_at([index], tensors, missing) for index in indices))

@@ -1,4 +1,4 @@
-"""Settings that all peers of a run share: set by the starter's arguments, distributed in the manifest."""
+"""Settings that all peers of a run share: its starter sets them by arguments, and the manifest distributes them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from msgspec.structs import asdict, force_setattr
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
 
-# Moves of servers to other stages: none; by the paper's rule; if a move gains more than it costs.
+# When servers move to other stages: never; by the paper's rule; if a move gains more than it costs.
 RebalancingRule = Literal["none", "paper", "gain"]
 RobustAveraging = Literal["none", "centered_clip"]
 OnConviction = Literal["go_on", "go_back"]
-CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "none": tensors travel as they are
-AveragingName = Literal[CodecName, "powersgd"]  # "powersgd": matrices travel as products of two thin matrices
+CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]  # "none": tensors are not encoded
+AveragingName = Literal[CodecName, "powersgd"]  # "powersgd": matrices are sent as products of two thin matrices
 
 MAX_RANK: Final = 1024
-AUDIT_SHARE: Final = 1 / 16  # `audit_share` of an audited run, unless the user sets it
+AUDIT_SHARE: Final = 1 / 16  # default `audit_share` of audited runs
 
 
-def checked_fields(argument: str, record: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record's fields as a user gave them by name for an argument; refuse unknown names."""
+def checked_fields(argument: str, record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a record's fields that a user passed as a mapping; refuse names that are no fields."""
     names = [field.name for field in fields(record)]
-    if unknown := sorted(map(str, set(given) - set(names))):
-        raise ConfigError(f"`{argument}` has {', '.join(names)}, got {unknown}. Correct it.")
-    return dict(given)
+    if unknown := sorted(map(str, set(values) - set(names))):
+        raise ConfigError(f"the fields of `{argument}` are {', '.join(names)}, got {unknown}. Correct the names.")
+    return dict(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,37 +56,36 @@ class Compression:
     error_feedback: bool | None = None
 
     @classmethod
-    def parse(cls, given: CodecName | Compression | Mapping[str, Any]) -> Compression:
+    def parse(cls, argument: CodecName | Compression | Mapping[str, Any]) -> Compression:
         """Read a user's argument: one codec for all tensors, or a `Compression` or its fields.
 
         Raises:
             ConfigError: A field is unknown, or its value out of range.
         """
-        if isinstance(given, Compression):
-            return given
-        if isinstance(given, str):
-            return cls(activations=given, gradients=given, averaging=given)
-        return cls(**checked_fields("compression", cls, given))
+        if isinstance(argument, Compression):
+            return argument
+        if isinstance(argument, str):
+            return cls(activations=argument, gradients=argument, averaging=argument)
+        return cls(**checked_fields("compression", cls, argument))
 
     def __post_init__(self) -> None:
-        kinds = {"activations": CodecName, "gradients": CodecName, "averaging": AveragingName}
-        for name, names in ((name, get_args(kind)) for name, kind in kinds.items()):
-            value = getattr(self, name)
-            if value not in names:
-                instead = "`Compression(averaging='powersgd')`" if value == "powersgd" else "one of them"
+        for name, kind in {"activations": CodecName, "gradients": CodecName, "averaging": AveragingName}.items():
+            value, codecs = getattr(self, name), get_args(kind)
+            if value not in codecs:
+                choice = "`Compression(averaging='powersgd')`" if value == "powersgd" else "one of them"
                 raise ConfigError(
-                    f"`compression` must name one of {', '.join(names)}, got {value!r} for {name}. Choose {instead}."
+                    f"`compression` must name one of {', '.join(codecs)}, got {value!r} for {name}. Choose {choice}."
                 )
         rank: object = self.rank
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-            raise ConfigError(f"`rank` must be an integer of 1..{MAX_RANK}, got {rank!r}. Leave it out, say.")
+            raise ConfigError(f"`rank` must be an integer of 1..{MAX_RANK}, got {rank!r}. Leave it out to get 4.")
         feedback: object = self.error_feedback
         if feedback is None:
             object.__setattr__(self, "error_feedback", self.averaging == "powersgd")
         elif not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
             raise ConfigError(
-                "`error_feedback` must be True or False, and True only where `averaging` has a codec, got "
-                f"{self.error_feedback!r} with {self.averaging!r}. Leave it out, or choose a codec."
+                "`error_feedback` must be True or False, and True only if `averaging` has a codec, got "
+                f"{self.error_feedback!r} with averaging {self.averaging!r}. Leave it out, or choose a codec."
             )
 
 
@@ -104,12 +103,12 @@ class _CompressionMessage(WireMessage, frozen=True):
 if TYPE_CHECKING:
     _CompressionField: TypeAlias = Compression
 else:
-    # msgspec would ignore unknown fields of a dataclass, and fill in missing fields.
+    # Decoded as a strict message, because msgspec ignores unknown fields of a dataclass, and fills in missing fields.
     _CompressionField = _CompressionMessage
 
 
 class WithCompression(WireMessage, frozen=True, kw_only=True):
-    """Base of the messages that carry a `Compression`. No field of it may be unknown or missing."""
+    """Base of the messages that carry a `Compression`, whose fields must all be known and present."""
 
     compression: _CompressionField = NO_COMPRESSION  # codecs of the run's tensors
 
@@ -119,8 +118,8 @@ class WithCompression(WireMessage, frozen=True, kw_only=True):
             force_setattr(self, "compression", Compression(**asdict(decoded)))
 
 
-# Settings in which the programs of all trainers, or of standby leads, must agree with the run. They take all other
-# settings from the manifest.
+# Settings that must be equal in the programs of all trainers, or of all peers that may take over as the lead. These
+# programs read all other settings from the manifest.
 SET_BY_EACH_TRAINER: Final = ("target_batch_size",)
 SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "deterministic")
 
@@ -131,7 +130,7 @@ class RunSettings(WithCompression, frozen=True):
     # A new setting needs a field here with its check, an argument of `SwarmStrategy`, and documentation.
     target_batch_size: NumSamples | None  # samples of one optimizer step; None: the lead closes each step
     microbatch_size: NumSamples | None = None  # samples routed together; None: chosen to keep the stages busy
-    delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
+    delay_optimizer_step: bool = False  # each step but the first computes on weights that are one record older
     deterministic: bool = False  # sums of gradients have the same bits, independent of the servers that add them
     rebalancing: RebalancingRule = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
@@ -141,17 +140,17 @@ class RunSettings(WithCompression, frozen=True):
 
     @property
     def goes_back(self) -> bool:
-        """Return whether the run goes back to a snapshot where false work may have counted."""
+        """Return whether the run rolls back to a snapshot if false work may have counted."""
         return self.has_strangers and self.on_conviction == "go_back"
 
     @property
     def steps_to_conviction(self) -> int | None:
-        """Steps within which audits find 19 of 20 servers that do false work in every step; None: no work is drawn."""
+        """Steps within which audits find 19 of 20 servers that do false work in every step; None: no audits."""
         return math.ceil(3 / self.audit_share) if self.audit_share else None  # because exp(-3) is 1 / 20
 
     @property
     def has_strangers(self) -> bool:
-        """Return whether servers are strangers: only keepers decide, and a share of the work is computed again."""
+        """Return whether servers are strangers: then only keepers decide, and a share of the work is audited."""
         return self.audit_share is not None
 
     def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
@@ -174,25 +173,25 @@ class RunSettings(WithCompression, frozen=True):
         if isinstance(interval_s, bool) or not isinstance(interval_s, (int, float)) or not 0 < interval_s < math.inf:
             raise ConfigError(
                 f"the interval of `Rebalancing` must be a positive number of seconds, got {interval_s!r}. To prevent "
-                "moves, write `rebalancing='none'`."
+                "moves, set `rebalancing='none'`."
             )
         if not isinstance(self.deterministic, bool):
             raise ConfigError(
-                "`deterministic` must be True or False (weights may differ in their last bits from run to run), got "
-                f"{self.deterministic!r}. `Trainer(deterministic=...)` sets what kernels do."
+                "`deterministic` must be True, or False if weights may differ in their last bits from run to run, got "
+                f"{self.deterministic!r}. To choose kernels, set `Trainer(deterministic=...)`."
             )
         check_choice(
             "robust_averaging",
             self.robust_averaging,
             get_args(RobustAveraging),
-            "'centered_clip' (a mean that no server pulls far, and that is not the true one) or 'none'",
+            "'centered_clip' (a robust mean, which no server can move far) or 'none' (the true mean)",
         )
         check_choice(
             "on_conviction",
             self.on_conviction,
             get_args(OnConviction),
             "'go_back' (to a snapshot, if earlier work of the server counted without an audit) or 'go_on' (the run "
-            "only does without the server from then on)",
+            "continues without the server)",
         )
         if self.robust_averaging != "none":
             self._check_robust()
@@ -206,19 +205,19 @@ class RunSettings(WithCompression, frozen=True):
         share: object = self.audit_share
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             raise ConfigError(
-                f"`audit_share` must be a number of 0..1, the share of the servers' work that is computed again, got "
-                f"{share!r}. Leave it out to get 1/16."
+                f"`audit_share`, the share of the servers' work to recompute, must be a number of 0..1, got {share!r}. "
+                " Leave it out to get 1/16."
             )
         if self.delay_optimizer_step:
             raise ConfigError(
-                "with `trust='audited'` each step is decided before the next one begins, for audits compute on its "
-                "weights: got `delay_optimizer_step=True`. Leave it out."
+                "with `trust='audited'` each step must be decided before the next step begins, because audits compute "
+                "on its weights: got `delay_optimizer_step=True`. Leave it out."
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `trust='audited'` sums of gradients must travel as they are, because other servers check the "
+                "with `trust='audited'` sums of gradients must not be encoded, because other servers check the "
                 f"averaging: got averaging {self.compression.averaging!r}. Write `compression=Compression("
-                "activations=..., gradients=...)`, which keep their codecs, or leave it out."
+                "activations=..., gradients=...)`, or leave it out."
             )
         if self.rebalancing == "paper":
             raise ConfigError(
@@ -227,33 +226,37 @@ class RunSettings(WithCompression, frozen=True):
             )
 
     def _check_robust(self) -> None:
+        """Refuse settings with which `robust_averaging` cannot be combined."""
         reasons = {
-            "`deterministic=True`": (self.deterministic, "its result depends on which servers compute what"),
-            "`trust='audited'`": (self.has_strangers, "audits find liars out, and check that means are true"),
+            "`deterministic=True`": (
+                self.deterministic,
+                "the clipped mean depends on how microbatches are distributed",
+            ),
+            "`trust='audited'`": (self.has_strangers, "audits accept only the true mean"),
             f"averaging {self.compression.averaging!r}": (
                 self.compression.averaging != "none",
-                "parts travel as they are",
+                "clipped parts are not encoded",
             ),
         }
-        for given, (is_given, why) in reasons.items():
-            if is_given:
+        for setting, (is_set, reason) in reasons.items():
+            if is_set:
                 raise ConfigError(
-                    f"`Trust(robust_averaging={self.robust_averaging!r})` clips what single servers add to a mean: "
-                    f"{why}, got {given}. Leave one of them out."
+                    f"`Trust(robust_averaging={self.robust_averaging!r})` clips each server's part of a mean, so it "
+                    f"must be used without {setting}, because {reason}. Leave one of them out."
                 )
 
     def _check_deterministic(self) -> None:
         """Refuse settings that make the weights depend on the participating peers."""
         if self.microbatch_size is None:
             raise ConfigError(
-                "`deterministic=True` needs `microbatch_size`: by default batches are cut into as many microbatches as "
-                "the run's servers can use, got None. Set the number of samples."
+                "`deterministic=True` needs `microbatch_size`, because by default the number of microbatches depends "
+                "on the run's servers: got None. Set the number of samples."
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `deterministic=True` sums of gradients must travel as they are, because a codec's result "
+                "with `deterministic=True` sums of gradients must not be encoded, because a codec's result "
                 f"depends on which server added which gradients: got averaging {self.compression.averaging!r}. Write "
-                "`compression=Compression(activations=..., gradients=...)`, which keep their codecs, or leave it out."
+                "`compression=Compression(activations=..., gradients=...)`, or leave it out."
             )
 
 
@@ -266,6 +269,6 @@ def check_whole_or_none(name: str, value: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], description: str) -> None:
-    """Refuse a value that is none of the choices; the error contains their `description`."""
+    """Refuse a value that is not among the choices; the error contains their `description`."""
     if value not in choices:
         raise ConfigError(f"`{name}` must be {description}, got {value!r}. Choose one of them.")

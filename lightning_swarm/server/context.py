@@ -16,7 +16,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.bans import apply_received_ban, bans_after
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.invitations import check_used
-from lightning_swarm.protocol.keepers import check_begun_by_keepers, check_seated
+from lightning_swarm.protocol.keepers import check_begun_by_keepers, check_no_convicted
 from lightning_swarm.protocol.messages.run import InheritRequest, Manifest, Member, RestartRequest, check_selection
 from lightning_swarm.protocol.run_state import RunState, check_protocol_version
 from lightning_swarm.protocol.settings import RunSettings
@@ -160,14 +160,14 @@ class RunMembership:
 
     def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
         """Refuse admission to a run by a peer that may not admit, or that means another life of this process."""
-        check_protocol_version(manifest.protocol_version, here="here", refuse=ProtocolError)
+        check_protocol_version(manifest.protocol_version, own_place="here", refuse=ProtocolError)
         if self.run_or_none is not None:
             raise ProtocolError(f"this peer is in run {self.run_or_none.manifest.run_id!r} already")
         if self.joining is not None:
             raise ProtocolError(f"this peer is joining the run of {self.joining} already")
         check_used(manifest.invitations)
         bans_after(UNSET, manifest.bans)
-        check_seated(RunState(manifest).seats)
+        check_no_convicted(RunState(manifest).seats)
         check_begun_by_keepers(manifest)
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")

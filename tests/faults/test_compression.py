@@ -40,7 +40,7 @@ HALVES: dict[str, Callable[[], FaultPlan]] = {
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the size from which tensors are encoded, because these models' tensors are small."""
-    monkeypatch.setattr(wire_compression, "SMALLEST", 1)
+    monkeypatch.setattr(wire_compression, "MIN_ELEMENTS", 1)
 
 
 def audited(compression: Compression, plan: FaultPlan, **others: str) -> None:

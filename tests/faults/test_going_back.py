@@ -14,7 +14,7 @@ from lightning_swarm.coordinator.audit.step_audits import StepAudits
 from lightning_swarm.core.errors import ConfigError, SwarmError, from_wire
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.queries import in_turn
+from lightning_swarm.protocol.queries import by_preference
 from lightning_swarm.strategy.rollback.loop_state import LoopStates
 from lightning_swarm.testing import InMemoryStrategy
 from tests.adversaries.adversary import Adversary
@@ -153,9 +153,9 @@ def test_no_other_peer_takes_the_run_back_by_an_answer() -> None:
 
 
 def test_old_snapshots_are_tried_first() -> None:
-    assert in_turn([5, 20, 60, 40], sound=45) == [40, 20, 5, 60]
-    assert in_turn([20, 60, 40], sound=10) == [20, 40, 60]
-    assert in_turn([20, 60, 40], sound=None) == [60, 40, 20]
+    assert by_preference([5, 20, 60, 40], sound=45) == [40, 20, 5, 60]
+    assert by_preference([20, 60, 40], sound=10) == [20, 40, 60]
+    assert by_preference([20, 60, 40], sound=None) == [60, 40, 20]
 
 
 def test_what_needs_audits_and_snapshots_says_so() -> None:

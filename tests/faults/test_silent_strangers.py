@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_swarm import Trust
 from lightning_swarm.coordinator.audit import step_audits
-from lightning_swarm.protocol.patience import LEAST_S
+from lightning_swarm.protocol.patience import MIN_DEADLINE_S
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase, local_swarm
 from tests.faults.test_audited import NUM_STEPS, Model, audited, data, events_of
 
@@ -71,7 +71,12 @@ def test_an_auditor_that_never_answers_is_reported(clean: Tensor) -> None:
 @pytest.mark.first_cells(1)
 @pytest.mark.parametrize(
     ("phase", "soon_s"),
-    [(Phase.CLOSE, SOON_S), (Phase.SKETCH, 3 * LEAST_S), (Phase.FINDINGS, 3 * LEAST_S), (Phase.AVERAGE, 3 * LEAST_S)],
+    [
+        (Phase.CLOSE, SOON_S),
+        (Phase.SKETCH, 3 * MIN_DEADLINE_S),
+        (Phase.FINDINGS, 3 * MIN_DEADLINE_S),
+        (Phase.AVERAGE, 3 * MIN_DEADLINE_S),
+    ],
     ids=lambda one: getattr(one, "name", ""),
 )
 def test_a_server_that_answers_no_call_of_a_closing_step_is_left_out(

@@ -55,7 +55,7 @@ def test_scales_and_weights_are_the_plain_trainers(options: dict[str, Any]) -> N
 @pytest.mark.parametrize("codec", ["8bit", "4bit"])
 def test_what_overflows_is_skipped_with_a_codec_too(codec: CodecName, monkeypatch: pytest.MonkeyPatch) -> None:
     """No codec represents an infinity, so a tensor that has one travels unencoded."""
-    monkeypatch.setattr(wire_compression, "SMALLEST", 1)
+    monkeypatch.setattr(wire_compression, "MIN_ELEMENTS", 1)
     swarm = train(run_swarm, max_steps=STEPS, microbatch_size=HALF, compression=codec)
     outcomes = [record.outcome for record in swarm.run.records]
     assert outcomes.count("skip") == swarm.num_skipped > 2

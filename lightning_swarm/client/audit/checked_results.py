@@ -25,7 +25,7 @@ from lightning_swarm.model.fingerprint import tree_digest
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import Direction
-from lightning_swarm.protocol.patience import MOST_SLOWER
+from lightning_swarm.protocol.patience import MAX_SLOWDOWN
 
 _Formed: TypeAlias = tuple[object, Opened | None]
 """Structure, dtypes and row shapes of a microbatch's output, and the opened result; None for a malformed result."""
@@ -49,10 +49,10 @@ class CheckedResults(ResultCheck):
     def expected(self, router: StageRouter, charge: PeerCharge) -> tuple[float, float]:
         """Bound a peer's reported seconds and queue by the medians, so that false reports gain it little time."""
         rate, load = router.median_rate(), router.peers[charge.peer]
-        queued = min(load.queued, MOST_SLOWER * (1 + router.median_queued()))
+        queued = min(load.queued, MAX_SLOWDOWN * (1 + router.median_queued()))
         if rate is None:
             return charge.expected_s, queued
-        return min(charge.expected_s, MOST_SLOWER * charge.num_samples / rate), queued
+        return min(charge.expected_s, MAX_SLOWDOWN * charge.num_samples / rate), queued
 
     @override
     def suspect(self, stage: int, direction: Direction, last_stage: int) -> int | None:

@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.audits import (
 )
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack
 from lightning_swarm.protocol.messages.run import StepRequest
-from lightning_swarm.protocol.patience import MOST_SLOWER, UNFAMILIAR_S, deadline_s
+from lightning_swarm.protocol.patience import MAX_SLOWDOWN, MIN_UNFAMILIAR_S, deadline_s
 from lightning_swarm.protocol.rpc import AUDIT, ORDER_AUDITS, RESULTS
 from lightning_swarm.protocol.run_state import RunState
 
@@ -122,9 +122,9 @@ class AuditSender:
         rate, whole_s = context.routers[stage].median_rate(), context.durations.usual_s
         if rate is None or whole_s is None:
             return context.timeout
-        usual_s = max(MOST_SLOWER * num_rows / rate, whole_s) * (1 + num_ahead)
+        usual_s = max(MAX_SLOWDOWN * num_rows / rate, whole_s) * (1 + num_ahead)
         if may_convict:
-            return deadline_s(MOST_SLOWER * usual_s, longest_s=context.timeout, least_s=UNFAMILIAR_S)
+            return deadline_s(MAX_SLOWDOWN * usual_s, longest_s=context.timeout, least_s=MIN_UNFAMILIAR_S)
         return deadline_s(usual_s, longest_s=context.timeout)
 
     async def _handle_results(self, caller: PeerId, request: StepRequest) -> ResultsReply:

@@ -25,7 +25,7 @@ from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.calls import StageReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
-from lightning_swarm.protocol.patience import UNFAMILIAR_S, Durations, deadline_s
+from lightning_swarm.protocol.patience import MIN_UNFAMILIAR_S, Durations, deadline_s
 from lightning_swarm.protocol.rpc import A, Call, Q, StreamRpc
 from lightning_swarm.protocol.tickets import TicketStore
 
@@ -235,7 +235,7 @@ class PipelineContext:
         # The time of a whole microbatch is the least, because it includes the links.
         is_familiar = self.durations.usual_s is not None and shapes in load.shapes
         whole_s = 0.0 if self.durations.usual_s is None else self.durations.deadline_s(longest_s=self.timeout)
-        least_s = whole_s if is_familiar else max(whole_s, UNFAMILIAR_S)
+        least_s = whole_s if is_familiar else max(whole_s, MIN_UNFAMILIAR_S)
         expected_s, queued = self.results.expected(self.routers[stage], charge)
         usual_s = expected_s * (1 + self.num_under_way + queued)  # with the work that may be ahead of it
         return deadline_s(usual_s, longest_s=self.timeout, least_s=least_s)

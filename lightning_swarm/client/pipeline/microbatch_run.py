@@ -60,7 +60,7 @@ class MicrobatchRun:
                 result, report = await calls.fetch(calls.last_stage, "forward")
                 took_s = now_s() - began_s
                 if not recovery.num_failures:
-                    context.durations.note(took_s)
+                    context.durations.add(took_s)
                 # After a failure it is uncertain which peers these reports come from.
                 reports = () if recovery.num_failures else (report, *report.others)
                 context.note_forward(calls.route, reports, took_s=took_s, step=calls.step)
@@ -85,7 +85,7 @@ class MicrobatchRun:
             again = True  # after `OutOfMemory` this runs once more, and peers may have used up their tensors
             found = await backward.run(sent=sent)
             if not backward.recovery.num_failures:
-                context.durations.note(now_s() - began_s)
+                context.durations.add(now_s() - began_s)
             return found
 
         with context.under_way():

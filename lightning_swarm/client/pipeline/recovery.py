@@ -69,7 +69,7 @@ class Recovery:
         if self._failing_since_s is None:
             self._failing_since_s = now_s()
         if isinstance(failure.error, DeadlineExceeded):
-            self.context.durations.note_late()  # doubles deadlines, because all peers may have become slower
+            self.context.durations.extend()  # doubles deadlines, because all peers may have become slower
         repeated = isinstance(failure.error, (TicketGone, InputMissing))
         self.context.fault_counts["repeated" if repeated else "replaced"] += 1
         self.context.events.note(

@@ -17,7 +17,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import StageManifest, StepChange
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.queries import in_turn
+from lightning_swarm.protocol.queries import by_preference
 from lightning_swarm.protocol.run_state import RunState
 
 
@@ -69,7 +69,7 @@ class RunAudits(RunOversight):
         settings, standing = run.manifest.settings, self.memory.standing
         versions = {one.version for one in run.snapshots}
         # The version to which the run would roll back.
-        version = next(iter(in_turn(versions, run.sound_version_after(step))), 0)
+        version = next(iter(by_preference(versions, run.sound_version_after(step))), 0)
         known = {*run.electorate.convicted, *convicted}  # audits by convicted servers prove nothing
         return (
             settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from lightning_swarm.core.errors import AccessDenied, Busy, Uncertified
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.protocol.invitations import MAX_COUNTED, has_come, has_room, invited_by, is_full, used_after
+from lightning_swarm.protocol.invitations import MAX_COUNTED, came_before, has_room, invited_by, is_full, used_after
 from lightning_swarm.protocol.messages.run import InvitedBy
 from lightning_swarm.protocol.run_state import RunState
 
@@ -73,7 +73,7 @@ class InvitationUses:
             raise Uncertified(f"the certificate of {peer} has expired. Join with a new invitation.")
         invitation = invited_by(permit)
         self._asked = self._pending(peer)
-        if self._wall_s() >= permit.come_by_s and not has_come(uses, peer):
+        if self._wall_s() >= permit.come_by_s and not came_before(uses, peer):
             raise AccessDenied(
                 f"a new peer must join before its invitation expires: that of {peer} has expired, and this peer was "
                 "never in the run. Ask the run's owner for another one: `lightning-swarm invite`."

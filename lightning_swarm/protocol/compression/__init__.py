@@ -1,4 +1,4 @@
-"""Codecs, which encode tensors in fewer bits, and the way of all tensors, encoded or not, from device to message."""
+"""The codecs of a run, which encode tensors in fewer bits; and the conversion of tensors to and from messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_swarm.protocol.settings import Compression
 
 __all__ = [
     "CODECS",
+    "MIN_ELEMENTS",
     "PLAIN",
-    "SMALLEST",
     "Codec",
     "Codecs",
     "NotFinite",
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def to_message(tree: serialization.Tree, flags: Sequence[bool] = ()) -> Message:
-    """Make a message from a computed tree."""
+    """Make a message from a computed tree; `flags`: as in `Computed`."""
     structure, tensors = serialization.flatten(tree)
     return Message(encode(Computed(structure=structure, flags=list(flags))), tuple(map(to_cpu, tensors)))
 
@@ -51,7 +51,7 @@ def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
     return serialization.unflatten(computed.structure, list(message.tensors)), computed.flags
 
 
-SMALLEST: Final = 1024  # fewest elements of a tensor to encode, so that a microbatch's losses stay exact
+MIN_ELEMENTS: Final = 1024  # smaller tensors are not encoded, so that a microbatch's losses stay exact
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ PLAIN: Final = Codecs()  # no encoding
 
 
 def encoded(tree: Tree, by: Codec | None) -> Tree:
-    """Encode a tree's large tensors, except tensors with NaN or infinity, whose step is skipped anyway."""
+    """Encode a tree's large tensors, except tensors with NaN or infinity, because their step is skipped anyway."""
     if by is None:
         return tree
     return serialization.transform(tree, lambda leaf: _encoded(leaf, by))
@@ -105,8 +105,8 @@ def to_send(tensors: Sequence[Tensor | None], by: Codec | None, *, copy: bool) -
 
 def number_bytes(tensors: Sequence[Tensor]) -> int:
     """Return the element size in bytes of the largest tensor that may be encoded; 0: there is no such tensor."""
-    real = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return max(real, key=Tensor.numel).element_size() if real else 0
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return max(floating, key=Tensor.numel).element_size() if floating else 0
 
 
 def _on_cpu(leaf: Tensor | Encoded, *, copy: bool) -> Tensor | Encoded:
@@ -119,12 +119,12 @@ def to_cpu(tensor: Tensor, *, copy: bool = False) -> Tensor:
     """Move a tensor to the CPU; with `copy`, copy it even if it is already there."""
     if tensor.device.type != "cuda":
         return tensor.to("cpu", copy=copy) if copy or tensor.device.type != "cpu" else tensor
-    # torch keeps pinned memory for reuse. New memory has to be mapped page by page, which took 40 times as long.
+    # torch reuses pinned memory. New pageable memory has to be mapped page by page, which took 40 times as long.
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:
-    if isinstance(leaf, Encoded) or not leaf.is_floating_point() or leaf.numel() < SMALLEST:
+    if isinstance(leaf, Encoded) or not leaf.is_floating_point() or leaf.numel() < MIN_ELEMENTS:
         return leaf
     if leaf.element_size() * 8 <= by.bits:
         return leaf
@@ -138,8 +138,7 @@ def _decoded(leaf: Tensor | Encoded, by: Codec | None, device: torch.device) -> 
     if isinstance(leaf, Tensor):
         return leaf if leaf.device == device else leaf.to(device)
     if by is None or leaf.codec != by.name:
-        raise ProtocolError(
-            f"a tensor came encoded as {leaf.codec!r}, and this run's are {'as they are' if by is None else by.name}"
-        )
+        expected = "not encoded" if by is None else f"encoded as {by.name!r}"
+        raise ProtocolError(f"this run's tensors must be {expected}, got one that is encoded as {leaf.codec!r}")
     dtype, shape = parse_spec(leaf.spec)
     return by.decode([part.to(device) for part in leaf.parts], dtype, shape)

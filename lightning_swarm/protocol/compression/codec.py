@@ -29,8 +29,8 @@ class Codec(ABC):
     # element by element, without any sum whose order a device may choose.
     name: str  # the name in `Compression`
     bits: float  # average bits per element of a large tensor
-    cpu_s: float  # seconds of one core to encode and decode such an element, measured by `benchmarks.codecs`
-    signed: Sequence[int] = ()  # indices of the parts with floats that may be negative
+    cpu_s: float  # seconds of one core to encode and decode one element, measured by `benchmarks.codecs`
+    signed: Sequence[int] = ()  # indices of the floating-point parts that may have negative elements
 
     @abstractmethod
     def layout(self, numel: int) -> Layout:
@@ -38,36 +38,37 @@ class Codec(ABC):
 
     @abstractmethod
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Encode at least one finite element, ``[n]`` in float32; `shape` is the tensor's own."""
+        """Encode one or more finite elements, ``[n]`` in float32; `shape`: the tensor's, before flattening."""
 
     @abstractmethod
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Decode parts that match `layout` into ``[n]`` in float32."""
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Encode a tensor of real numbers, read as float32, into flat parts on its device, or raise `NotFinite`."""
+        """Convert a tensor to float32, and encode it into flat parts on its device; raise `NotFinite`."""
         flat = tensor.detach().reshape(-1)
         if flat.numel() and not are_within(flat, -_HIGHEST, _HIGHEST):
-            raise NotFinite(f"{self.name} takes finite numbers of float32's range only")
+            raise NotFinite(f"{self.name} encodes only finite numbers within the range of float32")
         flat = flat.to(torch.float32)
         if not flat.numel():
             return tuple(torch.empty(0, dtype=dtype, device=flat.device) for dtype, _ in self.layout(0))
-        with _as_written(flat.device):
+        with _without_autocast(flat.device):
             return self._encode(flat, tensor.shape)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Decode a tensor on the device of its parts, which are untrusted."""
         numel = math.prod(shape)
         found = tuple((part.dtype, part.numel()) for part in parts)
-        flat = all(part.dim() == 1 for part in parts)
-        if not dtype.is_floating_point or not flat or found != self.layout(numel):  # before memory is allocated
+        are_flat = all(part.dim() == 1 for part in parts)
+        # Checked before memory is allocated, because `shape` is untrusted, too.
+        if not dtype.is_floating_point or not are_flat or found != self.layout(numel):
             raise ProtocolError(
-                f"{self.name} makes {self.layout(numel)} of {numel} elements, got {found} for {dtype}"[:500]
+                f"{self.name} encodes {numel} elements as {self.layout(numel)}, got {found} for {dtype}"[:500]
             )
         if not numel:
             return torch.empty(*shape, dtype=dtype, device=parts[0].device)
         self._check(parts)
-        with _as_written(parts[0].device):
+        with _without_autocast(parts[0].device):
             return self._decode(parts, shape).to(dtype).reshape(tuple(shape))
 
     def _check(self, parts: Sequence[Tensor]) -> None:
@@ -81,11 +82,13 @@ class Codec(ABC):
             else:
                 lowest, allowed = 0.0, "finite scales that are not negative"
             if not are_within(part, lowest, highest):
-                raise ProtocolError(f"{self.name} makes only {allowed}, got others")
+                raise ProtocolError(
+                    f"{self.name} encodes tensors with {allowed}, got NaN, an infinity or a negative scale"
+                )
 
 
-def _as_written(device: torch.device) -> AbstractContextManager[Any]:
-    """Disable autocast, which would choose other dtypes if the caller has enabled it."""
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Disable autocast, which would change dtypes if the caller has enabled it."""
     if not torch.amp.autocast_mode.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -93,6 +96,6 @@ def _as_written(device: torch.device) -> AbstractContextManager[Any]:
 
 def are_within(tensor: Tensor, low: float, high: float) -> bool:
     """Return whether all elements of a non-empty tensor are within bounds; NaN is not."""
-    lowest, highest = torch.aminmax(tensor)  # many times as fast as `isfinite`
-    # Compared in float64, because a narrow format may round a bound to infinity, and then infinity would pass.
+    lowest, highest = torch.aminmax(tensor)  # much faster than `isfinite`
+    # Compare in float64, because a narrow dtype may round a bound to infinity, and then infinity would pass.
     return bool((lowest.double() >= low) & (highest.double() <= high))

@@ -47,7 +47,7 @@ class Blockwise8Bit(Codec):
         # The map has 1 but not -1. If the largest element of a block were a hundredth too small whenever it is
         # negative, gradients of a cross entropy would be biased, because their largest elements are negative.
         signs = torch.where(highest < -lowest, -1.0, 1.0)
-        # A block below this becomes zero: the inverse of a scale must be finite, too.
+        # A block whose largest element is subnormal becomes zero, because the inverse of its scale would overflow.
         is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny
         signs = torch.where(is_zero, 0.0, signs).to(torch.float32)
         signed = (blocks * signs[:, None]).view(-1)[: len(flat)]
@@ -66,9 +66,9 @@ class Blockwise8Bit(Codec):
 
 
 def _bitsandbytes() -> Any:
-    """Import bitsandbytes' functions, late because it takes seconds, and without its advice to install more."""
+    """Import bitsandbytes' functions: late, because that takes seconds; and without its advice to install more."""
 
-    def is_needed(record: logging.LogRecord) -> bool:  # products of 4-bit matrices are not needed by any codec
+    def is_needed(record: logging.LogRecord) -> bool:  # no codec needs products of 4-bit matrices
         return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
     log = logging.getLogger("bitsandbytes.backends.cpu.ops")
@@ -92,13 +92,13 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
-_HIGHEST: Final = 14  # exponent of the power of two to which the largest elements are scaled; float16 ends at 65504
+_HIGHEST_EXPONENT: Final = 14  # the largest element is scaled below 2**14, because float16 ends at 65504
 
 
 class Float16(Codec):
     """Rounds to float16 times a power of two, so that no element is too large for it."""
 
-    # An element's error is at most 2**-11 of it, or 2**-38 of the tensor's largest, whichever is more.
+    # An element's error is at most 2**-11 of the element or 2**-38 of the tensor's largest, whichever is larger.
     name = "float16"
     bits = 16.0
     cpu_s = 1.3e-9
@@ -111,8 +111,8 @@ class Float16(Codec):
     @override
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         _, exponent = torch.frexp(flat.abs().amax())
-        # Bounded, so that the scale and its inverse are normal numbers.
-        exponent = (exponent.to(torch.int32) - _HIGHEST).clamp(-120, 120)
+        # Clamped, so that the scale and its inverse are normal numbers.
+        exponent = (exponent.to(torch.int32) - _HIGHEST_EXPONENT).clamp(-120, 120)
         scale = torch.ldexp(torch.ones((), dtype=torch.float32, device=flat.device), exponent)
         return scale.reshape(1), (flat / scale).to(torch.float16)
 
@@ -125,7 +125,7 @@ class Float16(Codec):
 class BFloat16(Codec):
     """Rounds to the nearest finite bfloat16."""
 
-    # An element's error is at most 2**-8 of it.
+    # An element's error is at most 2**-8 of the element.
     name = "bfloat16"
     bits = 16.0
     cpu_s = 0.8e-9
@@ -162,8 +162,8 @@ class _Tables(NamedTuple):
 
 
 # The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) spreads outliers over their block, so
-# that they resemble noise. Blocks below 2**-93 become zero; elements above 2**120 are refused. Source:
-# Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
+# that they resemble noise. Blocks below 2**-93 become zero; elements above 2**120 are refused. Source of the rotation:
+# Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429.
 class Rotated(Codec):
     """Rotates blocks of 128 elements, and rounds each element to one of a few values times its block's scale."""
 
@@ -194,7 +194,7 @@ class Rotated(Codec):
     @override
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         if not are_within(flat, -_HIGHEST_ROTATED, _HIGHEST_ROTATED):
-            raise NotFinite(f"{self.name} takes numbers up to {_HIGHEST_ROTATED:g} only")
+            raise NotFinite(f"{self.name} encodes only numbers up to {_HIGHEST_ROTATED:g}")
         tables = self._tables_on(flat.device)
         slices = [self._encode_slice(piece, tables, is_vector=len(shape) == 1) for piece in flat.split(SLICE)]
         return torch.cat([scales for scales, _ in slices]), torch.cat([codes for _, codes in slices])
@@ -211,7 +211,7 @@ class Rotated(Codec):
             if is_vector
             else padded.view(ROTATED_BLOCK, num_blocks)
         )
-        # Divided here, so that no sum leaves float32's range: two rotations multiply a block by 128.
+        # Two rotations multiply a block by 128. Divide before the first, so that no sum leaves float32's range.
         blocks *= tables.signs / ROTATED_BLOCK
         _rotate(blocks)
         largest = blocks.abs().amax(dim=0)
@@ -238,7 +238,7 @@ class Rotated(Codec):
             torch.index_select(tables.values, 0, codes.int(), out=piece)
         blocks = into.view(ROTATED_BLOCK, -1)
         blocks *= scales.float()
-        # The transform is its own inverse, except for the factor `ROTATED_BLOCK`, by which encoding has divided.
+        # The transform is its own inverse, except for the factor `ROTATED_BLOCK`, by which the encoder has divided.
         _rotate(blocks)
         blocks *= tables.signs
         if is_vector:
@@ -294,14 +294,14 @@ class Rotated6Bit(Rotated):
 
 
 def _rotate(blocks: Tensor) -> None:
-    """Apply the unnormalized Walsh-Hadamard transform to columns in place, by sums of two in a fixed order."""
+    """Apply the unnormalized Walsh-Hadamard transform to columns in place, by pairwise sums in a fixed order."""
     distance = 1
     while distance < ROTATED_BLOCK:
         pairs = blocks.view(ROTATED_BLOCK // (2 * distance), 2, -1)
-        ones, others = pairs[:, 0], pairs[:, 1]
-        differences = ones - others
-        ones += others
-        others.copy_(differences)
+        first, second = pairs[:, 0], pairs[:, 1]
+        differences = first - second
+        first += second
+        second.copy_(differences)
         distance *= 2
 
 
@@ -312,5 +312,5 @@ CODECS: Final[dict[str, type[Codec]]] = {
 
 @cache
 def codec(name: CodecName) -> Codec | None:
-    """Return the codec of that name; None for "none", which leaves tensors unencoded."""
+    """Return the codec with this name; None for "none", which leaves tensors unencoded."""
     return None if name == "none" else CODECS[name]()

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.parts import (
     VectorRequest,
 )
 from lightning_swarm.protocol.messages.step import Closing
-from lightning_swarm.protocol.patience import MOST_SLOWER, Durations
+from lightning_swarm.protocol.patience import MAX_SLOWDOWN, Durations
 from lightning_swarm.protocol.rpc import EXAMINE, PROJECT, REPLACE_MEAN, VECTOR
 from lightning_swarm.server.audit.examination import Examination
 from lightning_swarm.server.audit.projection import (
@@ -203,14 +203,14 @@ class MeanChecks:
                 if not isinstance(error, Damaged) or not left:
                     raise _Unreached(peer, error) from error
         if peer != self._me:
-            self._durations.note(now_s() - begin_s)
+            self._durations.add(now_s() - begin_s)
         found = [(tensor.dtype, tensor.shape) for tensor in tensors]
         return tensors[0] if found == [(wanted.dtype, wanted.shape)] else None
 
     @property
     def _patience_s(self) -> float:
         """Seconds to wait for a vector, by how long earlier vectors took."""
-        return self._durations.deadline_s(longest_s=self._timeout, times_slower=MOST_SLOWER)
+        return self._durations.deadline_s(longest_s=self._timeout, slowdown=MAX_SLOWDOWN)
 
     async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
         """Have a member hold the mean computed here in place of its own."""

@@ -174,7 +174,7 @@ class Donor:
         run.check_generation(request.generation)
         await self._steps.wait_for_next(request.step + 1)  # the caller's donor may be quicker
         run.check_generation(request.generation)
-        return RecordDigestReply(digest=run.decided(request.step))
+        return RecordDigestReply(digest=run.decided_digest(request.step))
 
     async def _handle_follow(self, caller: PeerId, request: FollowRequest) -> WithTensors[FollowReply]:
         stage = self._asked_stage(caller, request.stage_index)

@@ -116,7 +116,7 @@ class Joiner:
         # All at once, because silent peers would otherwise delay this peer one by one.
         found = await first_result(map(ask, await find()))
         for version in other_versions if found is None else ():
-            check_protocol_version(version, there="in the run", here="here")
+            check_protocol_version(version, place="in the run", own_place="here")
         return found
 
     def _compare_versions(self, peer: PeerId, there: Mapping[str, str]) -> None:

@@ -135,7 +135,7 @@ def test_what_another_server_asks_of_keepers_is_refused_and_changes_nothing(
         ):
             with pytest.raises(ProtocolError, match="with strangers by its keepers, not by b"):
                 call(swarm, B, peer, method, message)
-        with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
+        with pytest.raises(ProtocolError, match=f"{ONLY}: b is no keeper, so it must not coordinate"):
             call(swarm, B, peer, ANNOUNCE_TERM.name, announced)
         with pytest.raises(NotCoordinator, match="coordinated by a"):
             call(swarm, B, peer, TAKE_OVER.name, announced)
@@ -148,7 +148,7 @@ def test_a_server_that_keeps_nothing_does_not_take_over_though_the_coordinator_a
     swarm = audited(make_swarm, "a")
     swarm.run(step(swarm, 0))
     run = swarm.steps.run
-    with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not coordinate"):
+    with pytest.raises(ProtocolError, match=f"{ONLY}: b is no keeper, so it must not coordinate"):
         call(swarm, A, B, TAKE_OVER.name, CoordinatorTerm(term=run.term, generation=0, version=run.version))
     with pytest.raises(Busy, match=rf"none of \[\] came to coordinate in place of a; {REMEDY}"):
         swarm.run(swarm.servers[A].admission.election.abdicate())
@@ -168,7 +168,7 @@ def test_only_a_keeper_is_named_to_lead(make_swarm: MakeSwarm) -> None:
     assert seniority(swarm.steps.run) == [A, C]
     swarm.trainer.die()
     for peer in (B, C, D):
-        with pytest.raises(ProtocolError, match=f"{ONLY}: b is none, and must not lead"):
+        with pytest.raises(ProtocolError, match=f"{ONLY}: b is no keeper, so it must not lead"):
             call(swarm, A, peer, INHERIT.name, InheritRequest(generation=0, new_lead=B, first_step=0))
         assert swarm.servers[peer].membership.run.manifest.lead == TRAINER
 
@@ -352,7 +352,10 @@ def test_a_joiner_believes_keepers_alone(make_swarm: MakeSwarm, caplog: pytest.L
 
     with caplog.at_level(logging.INFO):
         swarm.run(enter())
-    assert "only a keeper may show a run with strangers to joining peers, and b is none of its keepers" in caplog.text
+    assert (
+        "only a keeper may show a run with strangers to joining peers, and b is not among the run's keepers"
+        in caplog.text
+    )
     assert server.membership.is_member
 
 

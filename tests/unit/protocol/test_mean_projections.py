@@ -226,7 +226,9 @@ def test_answers_of_another_form_are_refused() -> None:
         {"parts": answer.parts[1:]},
         {"given": [*answer.given, bytes(32)]},
     ):
-        with pytest.raises(ProtocolError, match="a projection of 3 parts has 768 numbers of each kind and 3 digests"):
+        with pytest.raises(
+            ProtocolError, match="a projection of 3 parts must have 768 numbers of each kind and 3 digests"
+        ):
             check_shape(replaced(answer, **change), 3)
     for change in ({"norms": [-1.0, *answer.norms[1:]]}, {"squared_norm": -1.0}):
         with pytest.raises(ProtocolError, match="norms must not be negative"):

@@ -222,7 +222,7 @@ def test_names_that_nobody_promised_are_bounded_for_each_peer_and_in_all(
     others = [TicketStore(pair.network.transport(f"other-{i}"), max_bytes=1 << 20) for i in range(3)]
     early = [pair.start(pair.asker.wait(ticket(f"{i}"), timeout=100.0)) for i in range(3)]
 
-    with pytest.raises(Busy, match="3 names that are not promised yet are asked for by asker, of at most 3"):
+    with pytest.raises(Busy, match=r"a peer may wait for 3 names that are not promised yet.*; asker waits for 3"):
         pair.run(pair.asker.wait(ticket("one more"), timeout=1.0))
     again = pair.start(pair.asker.wait(ticket("2"), timeout=100.0))
     pair.run(pair.asker.wait(ticket("there"), timeout=1.0))

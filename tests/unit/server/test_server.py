@@ -722,7 +722,10 @@ def for_no_samples() -> RunSettings:
 
 
 REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]]]] = {
-    "version": ("`protocol_version` is 99 there", lambda stage: {"protocol_version": 99}),
+    "version": (
+        "`protocol_version` must be equal on all peers, and is 99 at the caller",
+        lambda stage: {"protocol_version": 99},
+    ),
     "sender": ("comes from its lead", lambda stage: {"lead": A}),
     "boot id": ("restarted", lambda stage: {"stages": [replaced(stage, roster=[Member(peer_id=A, boot_id=1)])]}),
     "parameters": ("stage 0 differs in", lambda stage: {"stages": [of_another_model(stage)]}),

@@ -16,7 +16,7 @@ from lightning_swarm.network.access import Role
 from lightning_swarm.network.identity import Identity
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol import bans
-from lightning_swarm.protocol.bans import MAX_BANS, banned_among, bans_after, bans_in
+from lightning_swarm.protocol.bans import MAX_BANS, active_bans, banned_among, bans_after
 from lightning_swarm.protocol.invitations import MAX_COUNTED
 from lightning_swarm.protocol.messages.run import MAX_CONVICTED, MAX_KEEPERS, Conviction, UsedInvitation
 from lightning_swarm.protocol.messages.run import MAX_REASON as MAX_WHY
@@ -68,7 +68,7 @@ def told(swarm: Swarm) -> list[str]:
     servers = [swarm.servers[PeerId(name)] for name in holders(swarm)]
     states = [server.membership.run.bans for server in servers]
     assert all(state == states[0] for state in states)
-    return [ban.subject for ban in bans_in(states[0])]
+    return [ban.subject for ban in active_bans(states[0])]
 
 
 def holders(swarm: Swarm) -> set[str]:
@@ -82,7 +82,7 @@ def test_the_next_record_drops_whom_the_owner_bans_wherever_it_is_told(make_swar
         await swarm.step(rows(0))
         await tell(swarm, word(B), C)  # C does not coordinate
         record = await swarm.step(rows(1))
-        assert [ban.subject for ban in bans_in(record.bans)] == [B]
+        assert [ban.subject for ban in active_bans(record.bans)] == [B]
         assert {one.member.peer_id for one in record.left} == {B}
         assert holders(swarm) == {"a", "c", "d"}
         next_one = await swarm.step(rows(2))
@@ -116,7 +116,7 @@ def test_a_banned_coordinator_is_replaced_and_the_next_one_knows_of_it(make_swar
         record = await step_on(swarm, rows(1), swarm.route(1))
         assert swarm.steps.run.coordinator in (B, C)
         assert "a" in {one.member.peer_id for one in record.left}
-        assert [ban.subject for ban in bans_in(record.bans)] == [A]
+        assert [ban.subject for ban in active_bans(record.bans)] == [A]
 
     swarm.run(go())
     assert holders(swarm) == {"b", "c", "d"}
@@ -204,7 +204,7 @@ def test_a_trainer_that_is_banned_while_it_waits_does_not_get_in(make_swarm: Mak
         await asyncio.sleep(1.0)
         await tell(swarm, word(NEW), A)
         record = await run.step(run.lead, run.lead)
-        assert [ban.subject for ban in bans_in(record.bans)] == [NEW]
+        assert [ban.subject for ban in active_bans(record.bans)] == [NEW]
         assert record.enlisted == []
         coming.cancel()
 
@@ -303,9 +303,9 @@ def test_the_newest_word_counts_in_whatever_order_it_comes() -> None:
         for signed in order:
             known = bans_after(known, [signed])
         assert known == [again]
-    assert bans_in(bans_after([first, other], [lifted])) == bans_in([other])
+    assert active_bans(bans_after([first, other], [lifted])) == active_bans([other])
     assert bans_after([first], UNSET) == [first]
-    with pytest.raises(ProtocolError, match="a ban is what the run's owner has signed"):
+    with pytest.raises(ProtocolError, match="a ban must be a record that the run's owner signed"):
         bans_after(UNSET, [b"nothing"])
 
 

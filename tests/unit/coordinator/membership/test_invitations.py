@@ -317,7 +317,9 @@ def test_an_open_run_counts_nothing(make_swarm: MakeSwarm) -> None:
     assert record.newcomers
     assert record.invited is UNSET
     assert b"invit" not in encode(record) + encode(swarm.steps.run.view())
-    with pytest.raises(ProtocolError, match="each of its 0 new members, and of nobody else; it names those of 1 peers"):
+    with pytest.raises(
+        ProtocolError, match="each of its 0 new members, and of no other peer; it names those of 1 peers"
+    ):
         check_invited(UNSET, replaced(record, invited={G: InvitedBy(number=OURS, uses=1)}))
 
 

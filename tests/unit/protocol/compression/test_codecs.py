@@ -113,7 +113,7 @@ def travelled(by: Codec, tensor: Tensor) -> Tensor:
 def test_no_more_is_lost_than_it_says(name: str, tensor: Callable[[], Tensor]) -> None:
     by, x = named(name), tensor()
     if name in ("4bit", "6bit") and float(x.abs().max()) > 2.0**120:
-        with pytest.raises(NotFinite, match=f"{name} takes numbers up to"):
+        with pytest.raises(NotFinite, match=f"{name} encodes only numbers up to"):
             by.encode(x)
         return
     before = x.clone()

@@ -22,7 +22,7 @@ FEEDBACK = Compression(activations="none", gradients="none", averaging="4bit", r
 @pytest.fixture
 def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     """Two servers of one stage."""
-    monkeypatch.setattr(compression, "SMALLEST", 1)
+    monkeypatch.setattr(compression, "MIN_ELEMENTS", 1)
     made = Swarm("a b", compression=FEEDBACK)
     yield made
     made.close()
@@ -82,7 +82,7 @@ def test_a_step_of_no_numbers_is_skipped_and_carries_nothing(swarm: Swarm) -> No
 
 def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """This applies to scaled gradients, as with `16-mixed`; the scale may change from step to step."""
-    monkeypatch.setattr(compression, "SMALLEST", 1)
+    monkeypatch.setattr(compression, "MIN_ELEMENTS", 1)
     weights, carried = [], []
     for scales in ((1.0, 1.0), (1024.0, 64.0)):
         swarm = Swarm("a b", compression=FEEDBACK, trainers=LEAD)  # a single trainer chooses its scale freely

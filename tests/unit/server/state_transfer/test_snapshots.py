@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.run import HeldSnapshot, Member
 from lightning_swarm.protocol.messages.state import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
-from lightning_swarm.protocol.queries import newest_complete, newest_safe, only_recorded, taken_alike, version_to_keep
+from lightning_swarm.protocol.queries import agreed_digest, newest_complete, newest_safe, only_recorded, version_to_keep
 from lightning_swarm.protocol.rpc import KEEP, SNAPSHOT
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
@@ -507,11 +507,11 @@ def test_the_snapshot_is_what_the_coordinators_server_took_if_it_took_one() -> N
 
 def test_as_long_as_no_record_tells_most_takers_do() -> None:
     claimed = {PeerId(peer): bytes([number]) for peer, number in {"a": 0, "b": 1, "c": 1, "k": 1}.items()}
-    assert taken_alike(claimed, [A, B, C], trusted=[PeerId("d")]) == b"\1"
-    assert taken_alike(claimed, [A, B, C], trusted=[A]) == b"\0"
-    assert taken_alike(claimed, [A, B], trusted=[PeerId("d")]) is None
-    assert taken_alike(claimed, [], trusted=[A]) is None, "who keeps it for others did not take it"
-    assert taken_alike({B: b"1"}, [A, B], trusted=[A]) is None
+    assert agreed_digest(claimed, [A, B, C], trusted=[PeerId("d")]) == b"\1"
+    assert agreed_digest(claimed, [A, B, C], trusted=[A]) == b"\0"
+    assert agreed_digest(claimed, [A, B], trusted=[PeerId("d")]) is None
+    assert agreed_digest(claimed, [], trusted=[A]) is None, "who keeps it for others did not take it"
+    assert agreed_digest({B: b"1"}, [A, B], trusted=[A]) is None
 
 
 def test_copies_count_if_records_tell_them() -> None:
