@@ -213,7 +213,7 @@ def test_one_whose_loop_ends_leaves_and_the_others_go_on() -> None:
     ("swarm", "roles", "match"),
     [
         ({}, {RANK: {"target_batch_size": 24}}, r"`target_batch_size` is 24 here and 12 in run"),
-        ({"role": "auto"}, {RANK: {"role": "both"}}, r"takes no trainers .* must have `role='both'`"),
+        ({"role": "auto"}, {RANK: {"role": "both"}}, r"only if its starter has `role='both'`"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_trains(swarm: dict[str, Any], roles: Any, match: str) -> None:

@@ -105,7 +105,7 @@ def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monke
         found += lead.drain()
     assert found == {"retry": 200}
     assert len(lead.known_counts(PeerId("lead"))) == 11
-    assert len(lead._taken) == 20
+    assert len(lead._drained) == 20
 
 
 def test_who_coordinates_passes_on_what_members_say() -> None:

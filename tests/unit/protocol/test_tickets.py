@@ -216,8 +216,8 @@ def test_a_holder_that_is_silent_is_given_up(pair: Pair) -> None:
 def test_names_that_nobody_promised_are_bounded_for_each_peer_and_in_all(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tickets, "_MAX_EARLY", 3)
-    monkeypatch.setattr(tickets, "_MAX_EARLY_IN_ALL", 5)
+    monkeypatch.setattr(tickets, "_MAX_UNPROMISED", 3)
+    monkeypatch.setattr(tickets, "_MAX_UNPROMISED_IN_ALL", 5)
     pair.holder.offer("there", MESSAGE, anybody)
     others = [TicketStore(pair.network.transport(f"other-{i}"), max_bytes=1 << 20) for i in range(3)]
     early = [pair.start(pair.asker.wait(ticket(f"{i}"), timeout=100.0)) for i in range(3)]
@@ -241,7 +241,7 @@ def test_names_that_nobody_promised_are_bounded_for_each_peer_and_in_all(
     for task in (early[2], again, *waiting):
         with pytest.raises(DeadlineExceeded):
             pair.result(task)
-    assert (dict(pair.holder._early), pair.holder._num_early) == ({}, 0)
+    assert (dict(pair.holder._unpromised), pair.holder._num_unpromised) == ({}, 0)
 
 
 @pytest.mark.parametrize("shown", [None, bytes(16)])

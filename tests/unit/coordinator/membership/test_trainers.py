@@ -172,7 +172,7 @@ def test_one_that_gave_up_asking_is_not_let_in(make_swarm: MakeSwarm) -> None:
 
 def test_a_run_that_is_not_open_says_what_to_do(make_swarm: MakeSwarm) -> None:
     run = Run(make_swarm, open_to_trainers=False)
-    with pytest.raises(ConfigError, match=r"takes no trainers .* `role='both'` and `target_batch_size`"):
+    with pytest.raises(ConfigError, match=r"only if its starter has `role='both'` and `target_batch_size`"):
         run.swarm.run(run.enter(run.transport()))
 
 
