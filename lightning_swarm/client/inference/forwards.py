@@ -16,14 +16,14 @@ from lightning_swarm.client.inference.prefixes import branch
 from lightning_swarm.client.inference.routes import SessionRoutes
 from lightning_swarm.client.inference.session import (
     InferenceSession,
-    InferenceSessions,
     SessionInput,
     SessionResult,
     SessionWeights,
 )
+from lightning_swarm.client.inference.sessions import InferenceSessions
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.event_loop import Runtime
-from lightning_swarm.model.inference.attention_cache import CacheHandle, build, with_cache
+from lightning_swarm.model.inference.attention_cache import CacheHandle, build, restorer_of, with_cache
 from lightning_swarm.model.partition import CALLS, packed_calls
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, on_cpu
@@ -55,6 +55,21 @@ class Delayed(Exception):
         self.wait = wait
 
 
+@dataclass(frozen=True, eq=False)
+class SentStep:
+    """A step under way."""
+
+    session: InferenceSession
+    number: int
+    cache: Any
+    length: int  # tokens in the cache after the step
+
+    @property
+    def has_come(self) -> bool:
+        """Whether its result is here."""
+        return self.session.has_result(self.number)
+
+
 class SessionForwards:
     """Runs the steps of texts. The rows of a text stay together, and are not cut into microbatches."""
 
@@ -73,6 +88,44 @@ class SessionForwards:
         if isinstance(found, Exception):
             raise found
         return found
+
+    def send(self, step: TextStep) -> SentStep:
+        """Send the next tokens of a text, perhaps behind others under way. The length of its cache does not grow."""
+        session, own = self._begun(step)
+
+        async def begin() -> int:
+            return session.begin(own)
+
+        handle = CacheHandle.bound_to(step.cache)
+        sent = SentStep(session, self._runtime.run(begin()), step.cache, handle.length + own.num_tokens)
+        handle.in_step = False
+        return sent
+
+    def receive(self, sent: SentStep) -> Any:
+        """Wait for the output of a step that was sent; steps before it cannot be received any more."""
+        handle = CacheHandle.bound_to(sent.cache)
+        handle.in_step = True
+        found = self._runtime.run(sent.session.result(sent.number))
+        _check_length(sent.cache, found.length, sent.length)
+        handle.in_step = False
+        return self._received(found.output, sent.cache)
+
+    def grow(self, cache: Any, length: int) -> None:
+        """Extend the lengths of a text's cache by tokens of one row that were sent."""
+        CacheHandle.bound_to(cache).grow(cache, rows=1, length=length, num_layers=self._num_blocks)
+
+    @contextlib.contextmanager
+    def growing(self, cache: Any, length: int) -> Iterator[None]:
+        """Inside, a text's cache counts so many tokens more, which were sent."""
+        handle, put_back = CacheHandle.bound_to(cache), restorer_of(cache)
+        before = handle.length
+        try:
+            if length:
+                self.grow(cache, length)
+            yield
+        finally:
+            put_back()
+            handle.length = before
 
     def step_many(self, steps: Sequence[TextStep]) -> list[Any]:
         """Compute the next tokens of texts with different caches; return each text's output, or its error.
@@ -109,11 +162,7 @@ class SessionForwards:
         cache, (rows, length) = step.cache, serialization.leaves(step.hidden)[0].shape[:2]
         handle, output = CacheHandle.bound_to(cache), self._received(found.output, cache)
         handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
-        if found.length != handle.length:
-            raise ConfigError(
-                f"a cache on servers must grow as on one machine: it has {handle.length} tokens here, and there "
-                f"{found.length}. This {type(cache).__name__} cannot be used in a swarm: pass `use_cache=False`."
-            )
+        _check_length(cache, found.length, handle.length)
         handle.in_step = False
         return output
 
@@ -283,6 +332,15 @@ async def _stepped(begun: Sequence[tuple[InferenceSession, SessionInput]]) -> li
             task.cancel()
         raise
     return tasks
+
+
+def _check_length(cache: Any, found: int | None, length: int) -> None:
+    """Refuse a cache whose number of tokens at the servers is another one than here."""
+    if found != length:
+        raise ConfigError(
+            f"a cache on servers must grow as on one machine: it has {length} tokens here, and there {found}. This "
+            f"{type(cache).__name__} cannot be used in a swarm: pass `use_cache=False`."
+        )
 
 
 def _caught(function: Callable[..., _T], *arguments: Any) -> _T | Exception:

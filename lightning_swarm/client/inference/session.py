@@ -1,8 +1,9 @@
 """Inference sessions of a client: logs their steps, chooses their routes, and replaces servers that fail.
 
-The client sends each step to the first stage's server, and receives the output from the last one. It keeps all steps
-that it has sent. If a server dies, the server before it sends the steps so far to the replacement. If that server has
-dropped its outputs, the replay begins at an earlier stage, in the end at the client.
+The client sends each step to the first stage's server, and receives the output from the last one. Several steps may be
+under way at once. The client keeps all steps that it has sent. If a server dies, the server before it sends the steps
+so far to the replacement. If that server has dropped its outputs, the replay begins at an earlier stage, in the end at
+the client.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ import contextlib
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from lightning_swarm.client.inference.adapters import PackedAdapter, names_of
@@ -36,8 +35,7 @@ from lightning_swarm.core.errors import (
     Unreachable,
 )
 from lightning_swarm.core.tasks import gather
-from lightning_swarm.model.random import key_seed
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol import rpc, serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
@@ -48,7 +46,6 @@ from lightning_swarm.protocol.messages.inference import (
     SessionClose,
     SessionFailed,
     SessionOutput,
-    SessionOutputs,
     SessionReplay,
     SessionStep,
 )
@@ -56,7 +53,7 @@ from lightning_swarm.protocol.outbox import StepOutbox
 
 _LOOK_S: Final = 0.5  # seconds without output before a liveness check of the route's servers
 _MAX_CLOSING_S: Final = 5.0
-_FIRST_AGAIN: Final = 4  # liveness checks before the first resend of the newest step; doubles each time
+_FIRST_AGAIN: Final = 4  # liveness checks before the first resend of the steps under way; doubles each time
 _MAX_TIMEOUTS: Final = 10  # a step may take this many call timeouts if servers must be replaced
 _MAX_FAILURES: Final = 64  # reports of failures that wait to be handled; further ones replace the oldest
 _MAX_DROPPED: Final = 3  # a server that lacks its adapter more often in one step is replaced
@@ -131,7 +128,11 @@ class InferenceSession:
         self._num_kept = 0  # first steps whose results the servers had before the session
         self._attempt = 0  # counts the rebuilds of the route
         self._attempt_step = 1  # the newest step when the attempt began
-        self._output: asyncio.Future[SessionResult] | None = None  # result of the current step
+        self._newest_output = 0  # number of the newest step whose output has come; all stages have the steps before
+        self._due: dict[int, asyncio.Future[SessionResult]] = {}  # number of a step -> its result, not yet taken
+        self._sends: set[asyncio.Task[set[int]]] = set()  # of steps, under way
+        self._broken: set[int] = set()  # stages that did not accept a step
+        self._error: BaseException | None = None  # ends the session
         self._failures: deque[tuple[PeerId, SessionFailed]] = deque(maxlen=_MAX_FAILURES)
         self._news = asyncio.Event()  # set by an output, a failure or the end of a liveness check
         self._looking: asyncio.Task[set[PeerId]] | None = None  # liveness check of the route's servers
@@ -169,19 +170,61 @@ class InferenceSession:
     def adopt(self, route: list[PeerId], num_kept: int) -> None:
         """Begin with the first steps of the log, whose results the servers of a route have."""
         self._route, self._num_kept = route, num_kept
+        self._newest_output = num_kept
         del self._log[num_kept:]
+
+    @property
+    def num_under_way(self) -> int:
+        """The number of steps whose outputs have not come."""
+        return self.num_steps - self._newest_output
+
+    @property
+    def _first_missing(self) -> int:
+        """The first step that may not have come through, or whose output may be lost."""
+        missing = [number for number, result in self._due.items() if not result.done()]
+        return min(*missing, self._newest_output + 1) if missing else self._newest_output + 1
+
+    def has_result(self, number: int) -> bool:
+        """Return whether a step's result has come and was not taken yet. Safe from any thread."""
+        return (result := self._due.get(number)) is not None and result.done()
 
     async def step(self, session_input: SessionInput) -> SessionResult:
         """Compute the next tokens in all stages. After a failure the session cannot be used any more."""
+        return await self.result(self.begin(session_input))
+
+    def begin(self, session_input: SessionInput) -> int:
+        """Send a step behind those under way; return its number. At most `WINDOW` steps should be under way."""
         self._log.append(session_input)
-        output = self._output = asyncio.get_running_loop().create_future()
+        number = self.num_steps
+        self._due[number] = asyncio.get_running_loop().create_future()
+        if self._has_begun:  # otherwise `result` sends it
+            task = asyncio.ensure_future(self._send(number, resume=self._first_missing))
+            self._sends.add(task)
+            task.add_done_callback(self._sent)
+        return number
+
+    def _sent(self, task: asyncio.Task[set[int]]) -> None:
+        self._sends.discard(task)
+        if task.cancelled():
+            return
+        self._error = self._error or task.exception()
+        if self._error is None:
+            self._broken |= task.result()
+        if self._error is not None or self._broken:
+            self._news.set()
+
+    async def result(self, number: int) -> SessionResult:
+        """Wait for a step's result, which can be taken once. Results of earlier steps cannot be taken any more."""
+        for earlier in [one for one in self._due if one < number]:
+            del self._due[earlier]
+        output = self._due[number]
         self._num_looks, self._is_second_route, self.is_delayed = 0, False, False
         timeout = self._routes.timeout
         last_s = now_s() + _MAX_TIMEOUTS * timeout  # the deadline is never extended beyond this
         deadline_s = now_s() + timeout
         try:
             # Stages that need another server, or the steps so far again.
-            broken = await (self._send(self.num_steps, resume=self.num_steps) if self._has_begun else self._begin())
+            broken = set() if self._has_begun else await self._begin()
             while not output.done():
                 if broken:
                     broken = await self._rebuild(broken)
@@ -194,25 +237,25 @@ class InferenceSession:
                         deadline_s = min(last_s, now_s() + timeout)
                         continue
                     raise StageLost(
-                        f"step {self.num_steps} of a session did not get through within {timeout:g} s "
+                        f"step {number} of a session did not get through within {timeout:g} s "
                         f"on {self._route}. Raise `Limits.call_timeout` if it takes longer."
                     )
         finally:
-            self._output = None
-            self._failures.clear()
             if self._looking is not None:
                 self._looking.cancel()
                 self._looking = None
         self._refused.clear()
         self._busy.clear()
-        self._unfit.clear()
         self._lacking.clear()
-        self._lacking_now.clear()
-        result: SessionResult = output.result()
-        return result
+        if not self._broken:
+            self._unfit.clear()
+            self._lacking_now.clear()
+        return self._due.pop(number).result()
 
     async def close(self) -> None:
         """Close the session and notify its servers. Call it at most once."""
+        for task in self._sends:
+            task.cancel()
         if self._route:
             self._routes.end(self._route)
         await gather(self._end_at(peer, keeps=self.is_kept) for peer in dict.fromkeys(self._route))
@@ -233,18 +276,23 @@ class InferenceSession:
         """Accept a step's output from the last stage's server; ignore repeated outputs of older steps."""
         if not self._route or caller != self._route[-1]:
             raise ProtocolError(f"a session's output comes from its last server, not from {caller}")
-        if head.number == self.num_steps and self._output is not None and not self._output.done():
+        if head.number > self.num_steps:
+            raise ProtocolError(f"a session of {self.num_steps} steps has no output of step {head.number}")
+        output = self._due.get(head.number)
+        if output is not None and not output.done():
+            num_rows = self._log[head.number - 1].num_rows
             try:
                 tree = serialization.unflatten(head.structure, tensors)
-                if self._recipe is not None and serialization.leaves(tree)[0].shape[0] != self._log[-1].num_rows:
-                    raise ProtocolError(f"the output of a step of {self._log[-1].num_rows} rows has other rows")
+                if self._recipe is not None and serialization.leaves(tree)[0].shape[0] != num_rows:
+                    raise ProtocolError(f"the output of a step of {num_rows} rows has other rows")
             except (ProtocolError, IndexError) as error:
                 last, reason = len(self._route) - 1, f"its output is malformed: {error}"
                 failed = SessionFailed(self.id, head.number, self._attempt, last, kind="refused", reason=reason)
                 self.take_failure(caller, failed)
                 raise
-            self._output.set_result(SessionResult(tree, head.length))
+            output.set_result(SessionResult(tree, head.length))
             self._news.set()
+        self._newest_output = max(self._newest_output, head.number)
 
     def is_served_by(self, peer: PeerId) -> bool:
         """Return whether a peer is one of the session's servers."""
@@ -256,17 +304,28 @@ class InferenceSession:
         known = self._route[max(0, failed.stage_index - 1) : failed.stage_index + 1]
         if failed.stage_index >= len(self._route) or caller not in known:
             raise ProtocolError(f"{caller} cannot know of stage {failed.stage_index} of a session on {self._route}")
-        # Ignore failures of an earlier step that has succeeded since without another attempt.
-        is_old = failed.number < self.num_steps and self._attempt_step < self.num_steps
-        if failed.attempt == self._attempt and self._output is not None and not is_old:
+        if not self._is_old(failed):
             self._failures.append((caller, failed))
             self._news.set()
+
+    def _is_old(self, failed: SessionFailed) -> bool:
+        """Return whether the step that failed has succeeded since, or another attempt has begun."""
+        has_succeeded = max(failed.number, self._attempt_step) <= self._newest_output
+        return has_succeeded or failed.attempt != self._attempt
 
     async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
         """Wait for the output or a failure; return the stages that need another server or another replay."""
         while not output.done():
+            if self._error is not None:
+                raise self._error
             if self._failures:
-                return self._remedied(*self._failures.popleft())
+                caller, failed = self._failures.popleft()
+                if not self._is_old(failed):
+                    return self._remedied(caller, failed)
+                continue
+            if self._broken:
+                broken, self._broken = self._broken, set()
+                return broken
             if self._looking is not None and self._looking.done():
                 alive, self._looking = self._looking.result(), None
                 if silent := self._eject_all_but(alive, Unreachable("it does not answer")):
@@ -274,7 +333,7 @@ class InferenceSession:
                 self._num_looks += 1
                 # All servers are alive, so a message may be lost. On a resend, servers pass on their results again.
                 if self._num_looks >= _FIRST_AGAIN and self._num_looks.bit_count() == 1:
-                    return await self._send(self.num_steps, resume=self.num_steps)
+                    return await self._send_all()
             await self._until_news()
         return set()
 
@@ -373,8 +432,7 @@ class InferenceSession:
         self._has_begun = True
         with_one = [stage for stage, adapter in enumerate(self.adapters) if adapter is not None]
         await gather(self._give_adapter(stage, again=False) for stage in with_one)
-        first = self._num_kept + 1
-        return set(self._unfit) or await self._send_all(resume=first, first=first)
+        return set(self._unfit) or await self._send_all()
 
     async def _rebuild(self, broken: set[int]) -> set[int]:
         """Replace unfit servers and replay the steps to broken stages; return the stages that are still broken."""
@@ -383,6 +441,7 @@ class InferenceSession:
         self._attempt += 1
         self._attempt_step = self.num_steps
         self._failures.clear()
+        self._broken.clear()
         await gather(self._give_adapter(stage, again=True) for stage in broken & self._lacking_now)
         self._lacking_now.clear()
         for stage in broken & self._unfit:
@@ -396,8 +455,8 @@ class InferenceSession:
                 self._tell_soon(before)
         self._unfit.clear()
         first = min(broken)
-        # A single broken stage passes on only the newest output; of several, each must pass on all outputs.
-        resume = self.num_steps if len(broken) == 1 else 1
+        # A single broken stage passes on only the outputs that have not come; of several, each must pass on all.
+        resume = self._first_missing if len(broken) == 1 else 1
         # The server before the first broken stage sends its outputs again. If it has dropped them, the server before it
         # does, and in the end the client sends all steps.
         while first > 0:
@@ -429,9 +488,9 @@ class InferenceSession:
                 self._refuse(stage, error)
                 return {stage}
             else:
-                # `before` may lack the newest step, so send that through all stages.
-                return await self._send(self.num_steps, resume=resume)
-        return await self._send_all(resume=resume)
+                # `before` may lack the steps under way, so send these through all stages.
+                return await self._send_all(resume=resume)
+        return await self._send_all(resume=resume, first=1)
 
     def _eject_all_but(self, alive: set[PeerId], error: PeerError) -> set[int]:
         """Eject the route's servers outside of `alive` for this error; return their stages."""
@@ -444,8 +503,13 @@ class InferenceSession:
     def _num_rows(self) -> int:
         return self._log[0].num_rows
 
-    async def _send_all(self, *, resume: int, first: int = 1) -> set[int]:
-        """Send all steps from `first` on to the first stage's server; return that stage if it does not accept them."""
+    async def _send_all(self, *, resume: int | None = None, first: int | None = None) -> set[int]:
+        """Send all steps from `first` on to the first stage's server; return that stage if it does not accept them.
+
+        Otherwise as `_send`. By default these are the steps under way.
+        """
+        first = self._first_missing if first is None else first
+        resume = self._first_missing if resume is None else resume
         while first <= self.num_steps:  # the first step alone, because it begins the session there
             numbers = range(first, 2 if first == 1 else min(first + WINDOW, self.num_steps + 1))
             for broken in await gather(self._send(number, resume=resume, alone=True) for number in numbers):
@@ -461,6 +525,7 @@ class InferenceSession:
         """
         session_input = self._log[number - 1]
         structure, tensors = serialization.flatten((session_input.hidden, session_input.extras))
+        attempt = self._attempt
         step = SessionStep(
             session=self.id,
             client=self._routes.transport.peer_id,
@@ -485,94 +550,18 @@ class InferenceSession:
         peer = self._route[0]
         try:
             await self._outbox.send(peer, step, tensors, alone=alone)
-        except SessionLost:
-            return {0}
-        except AdapterMissing:
-            self._note_lacking(0)
-            return {0}
-        except Busy:
-            self._note_busy(0)
-            return {0}
-        except Refusal as refusal:
-            self._refuse(0, refusal.error)
-            return {0}
-        except PeerError as error:
-            self._eject(0, error)
-            return {0}
-        except SwarmError as error:  # even `LeaseRevoked`, because a session has no lease
-            self._refuse(0, error)
+        except SwarmError as error:
+            if self._attempt != attempt or number <= self._newest_output:  # sent again, or it came through
+                return set()
+            if isinstance(error, AdapterMissing):
+                self._note_lacking(0)
+            elif isinstance(error, Busy):
+                self._note_busy(0)
+            elif isinstance(error, Refusal):
+                self._refuse(0, error.error)
+            elif not isinstance(error, PeerError):  # even `LeaseRevoked`, because a session has no lease
+                self._refuse(0, error)
+            elif not isinstance(error, SessionLost):
+                self._eject(0, error)
             return {0}
         return set()
-
-
-@dataclass(eq=False)
-class InferenceSessions:
-    """Holds one client's sessions by id, and receives the messages of their servers."""
-
-    routes: SessionRoutes
-    _open: dict[str, InferenceSession] = field(default_factory=dict)
-    _num_opened: int = 0
-    _closing: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        transport, self._outbox = self.routes.transport, StepOutbox(self.routes.send)
-        rpc.SESSION_OUTPUTS.serve(transport, self._handle_outputs, admit=self._check_server)
-        rpc.SESSION_FAILED.serve(transport, self._handle_failed)
-
-    def open(
-        self,
-        recipe: CacheRecipe | None,
-        weights: SessionWeights,
-        adapters: Sequence[PackedAdapter | None] = (),
-        *,
-        exact: bool = False,
-        prefix: Sequence[SessionInput] = (),
-    ) -> InferenceSession:
-        """Open a session; `recipe` is None if the blocks take no cache. The first step chooses its servers."""
-        # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
-        seed = key_seed(torch.initial_seed(), self._num_opened)
-        self._num_opened += 1
-        session = InferenceSession(
-            self.routes, self._outbox, recipe, weights, adapters, seed=seed, exact=exact, prefix=prefix
-        )
-        self._open[session.id] = session
-        return session
-
-    def has(self, session: InferenceSession) -> bool:
-        """Return whether a session is open here."""
-        return session.id in self._open
-
-    def close_soon(self, session: InferenceSession) -> None:
-        """On the loop: close a session and notify its servers."""
-        if self._open.pop(session.id, None) is not None:
-            task = asyncio.ensure_future(session.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-
-    def _find(self, session: str) -> InferenceSession:
-        found = self._open.get(session)
-        if found is None:
-            raise SessionLost("this client has no such session")
-        return found
-
-    def _check_server(self, caller: PeerId) -> None:
-        if not any(session.is_served_by(caller) for session in self._open.values()):
-            raise ProtocolError(f"{caller} is no server of a session of this client")
-
-    async def _handle_outputs(self, caller: PeerId, request: SessionOutputs, message: Message) -> None:
-        """Accept outputs of several sessions; an error concerns one of them, and is raised after the others' turn."""
-        ends = list(accumulate(output.num_tensors for output in request.outputs))
-        if ends[-1] != len(message.tensors):
-            raise ProtocolError(f"outputs with {ends[-1]} tensors came with {len(message.tensors)}")
-        errors = []
-        for output, end in zip(request.outputs, ends, strict=True):
-            try:
-                tensors = message.tensors[end - output.num_tensors : end]
-                self._find(output.session).take_output(caller, output, tensors)
-            except SwarmError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-
-    async def _handle_failed(self, caller: PeerId, failed: SessionFailed) -> None:
-        self._find(failed.session).take_failure(caller, failed)

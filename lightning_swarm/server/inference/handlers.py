@@ -183,7 +183,7 @@ class SessionHandlers:
             held.taken = step.number
             self._spawn(self._advance(held, stage, step, hidden, extras, num_bytes(tensors)))
             await held.grow()
-        elif step.number == held.done and (kept := held.kept.get(step.number)) is not None:
+        elif step.number >= held.resume and (kept := held.kept.get(step.number)) is not None:
             # Repeated for another server, or for a client that missed the output.
             self._spawn(self._send_on(held, kept))
         return True
@@ -193,6 +193,9 @@ class SessionHandlers:
         gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
         if step.number > held.taken + WINDOW:
             raise SessionLost(gap)
+        if held.num_waiting >= 2 * WINDOW:  # enough for steps that are sent again
+            raise ProtocolError(f"at most {2 * WINDOW} steps of a session may wait here, got another one")
+        held.num_waiting += 1
         try:
             # Computing may take long, but a step that was overtaken must come soon.
             async with asyncio.timeout(self._limits.silence_timeout if step.number > held.taken + 1 else None):
@@ -200,6 +203,8 @@ class SessionHandlers:
                     await held.changed.wait_for(lambda: held.takes(step.number) or not self._has(held))
         except TimeoutError:
             raise SessionLost(gap) from None
+        finally:
+            held.num_waiting -= 1
         if not self._has(held):
             raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} came to its turn")
 
@@ -329,16 +334,17 @@ class SessionHandlers:
 
     async def _send_on(self, held: StageSession, kept: KeptOutput) -> None:
         """Send a step's output to the next stage's server, or to the client; report a failure to the client."""
-        async with held.sending:
-            try:
-                if len(held.route) == 1:
-                    await self._give(held, kept)
-                else:
-                    await self._push(held, kept)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this session alone
-                if len(held.route) == 1:
-                    _log.info("Client %s of a session lacks step %d: %r", held.client, kept.step.number, error)
-                    return
+        async with held.replaying:
+            attempt = held.attempt
+        try:  # beside the outputs of other steps: their order is kept where they are received
+            if len(held.route) == 1:
+                await self._give(held, kept)
+            else:
+                await self._push(held, kept)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this session alone
+            if len(held.route) == 1:
+                _log.info("Client %s of a session lacks step %d: %r", held.client, kept.step.number, error)
+            elif held.attempt == attempt:  # otherwise it was sent again
                 stage_index = kept.step.stage_index + 1
                 await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
 
@@ -405,7 +411,7 @@ class SessionHandlers:
             raise SessionLost(f"stage {request.stage_index} has no such session of {caller} here")
         if request.route[0] != self._transport.peer_id:
             raise ProtocolError(f"a route begins with the server that is asked, got {request.route}")
-        async with held.sending:
+        async with held.replaying:
             held.follow(request.attempt, request.route, request.resume)
             number = 1
             while number <= held.done:

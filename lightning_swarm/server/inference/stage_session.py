@@ -37,7 +37,7 @@ class StageSession:
     client: PeerId
     attempt: int  # rises with each change of the route
     route: list[PeerId]  # begins with this server
-    resume: int  # outputs from this step on are sent along the route
+    resume: int  # outputs from this step on are sent along the route; the client has the outputs before
     adapter: bytes | None = None  # digest of its steps' adapter
     source: str | None = None  # session of this client from which it branched
     cache: Any = None  # made by the first step
@@ -52,8 +52,9 @@ class StageSession:
     digests: PrefixDigests | None = None  # set if other clients may share the session's prefixes
     used_s: float = field(default_factory=now_s)  # time of the newest step's arrival
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    replaying: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while another server gets all outputs
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
+    num_waiting: int = 0  # received steps that wait for earlier steps
 
     def follow(self, attempt: int, route: list[PeerId], resume: int) -> None:
         """Adopt a route, perhaps the same again: outputs from step `resume` on go there."""
@@ -114,8 +115,9 @@ class StageSession:
         )
 
     def drop_older(self) -> int:
-        """Drop all outputs but the newest, which may be in transit; return the number of bytes freed."""
-        before = self.kept_bytes
-        while len(self.kept) > 1:
+        """Drop all outputs but those that may be in transit; return the number of bytes freed."""
+        before, newest = self.kept_bytes, next(reversed(self.kept), 0)
+        first = min(max(self.resume, newest - WINDOW + 1), newest)
+        while self.kept and next(iter(self.kept)) < first:
             self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
         return before - self.kept_bytes

@@ -474,13 +474,45 @@ def test_a_server_takes_few_steps_before_it_has_computed_them(make_swarm: MakeSw
     async def go() -> None:
         async with held.computing:
             await asyncio.gather(*(one(number) for number in range(2, WINDOW + 2)))
-            waiting = asyncio.ensure_future(one(WINDOW + 2))
+            waiting = [asyncio.ensure_future(one(WINDOW + 2)) for _ in range(2 * WINDOW)]
             await asyncio.sleep(20.0)
             assert len(answered) == held.taken - held.done == WINDOW
-        await waiting
+            with pytest.raises(ProtocolError, match=f"at most {2 * WINDOW} steps of a session may wait here"):
+                await one(WINDOW + 2)
+        await asyncio.gather(*waiting)
 
     swarm.run(go())
-    assert held.taken == WINDOW + 2
+    assert (held.taken, held.num_waiting) == (WINDOW + 2, 0)
+
+
+def test_steps_under_way_do_not_wait_for_the_answers_to_others(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    client = Client(swarm.trainer)
+    given = [tokens(number) for number in range(1, 6)]
+    send(swarm, message(given[0], A, C))
+    swarm.network._latency_s = 1.0  # three trips lead to the client
+
+    async def go() -> None:
+        sent = [message(given[number - 1], A, C, number=number, resume=2) for number in range(2, 6)]
+        await asyncio.gather(*(ask(swarm.trainer, A, one) for one in sent), asyncio.sleep(3.5))
+
+    swarm.run(go())
+    assert sorted(client.outputs) == [1, 2, 3, 4, 5]
+    torch.testing.assert_close(client.outputs[5], expected(swarm, given)[-1], rtol=0.0, atol=1e-13)
+
+
+def test_a_client_gets_each_output_again_that_it_may_lack(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    client = Client(swarm.trainer)
+    given = [tokens(number) for number in range(1, 5)]
+    for number in range(1, 5):
+        send(swarm, message(given[number - 1], A, C, number=number, resume=min(number, 2)))
+    assert [*swarm.servers[C].sessions._held[SESSION, 1].kept] == [2, 3, 4]
+    client.outputs.clear()
+    for number in (1, 2, 3):
+        send(swarm, message(given[number - 1], A, C, number=number, resume=2))
+    assert sorted(client.outputs) == [2, 3]
+    assert (count(swarm, A), count(swarm, C)) == (4, 4)
 
 
 def test_what_a_block_returns_besides_tensors_is_no_ones_end(make_swarm: MakeSwarm) -> None:
