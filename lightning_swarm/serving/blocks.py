@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.client.inference.forwards import SessionForwards, TextStep
+from lightning_swarm.client.inference.forwards import SentStep, SessionForwards, TextStep
 from lightning_swarm.client.inference.session import InferenceSession, SessionInput, SessionWeights
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
@@ -93,7 +93,7 @@ class ServedBlocks:
         self._blocks = blocks
         self._on_thread = threading.local()  # has `call`, `exact`, `text` and `recorded`
         self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
-        self._forwards = forwards
+        self.forwards = forwards
 
     @contextlib.contextmanager
     def writing(self, scope: Hashable = "") -> Iterator[TextInProgress]:
@@ -134,7 +134,7 @@ class ServedBlocks:
         source: InferenceSession | None = None,
     ) -> tuple[Any, int] | None:
         """See `SessionForwards.branched`."""
-        return self._forwards.branched(
+        return self.forwards.branched(
             recipe, steps, weights=_WEIGHTS, adapters=adapters, source=source, exact=self.exact
         )
 
@@ -169,13 +169,13 @@ class ServedBlocks:
         """
         if (steps := getattr(self._on_thread, "recorded", None)) is not None:
             _check_not_empty(hidden)
-            steps.append(self._forwards.recorded(hidden, extras, cache, self._modes()))
+            steps.append(self.forwards.recorded(hidden, extras, cache, self._modes()))
             raise Recorded
         if (text := getattr(self._on_thread, "text", None)) is not None:
             text.use(cache)
         found = self._adapters(hidden, extras)
         if (step := self._text_step(hidden, extras, cache, found)) is not None:
-            return self._forwards.step(step)
+            return self.forwards.step(step)
         assert self._adapted is not None
         assert found is not None
         handle = CacheHandle.of(cache)
@@ -185,6 +185,13 @@ class ServedBlocks:
         handle.refuse_use(_NO_CACHE)
         extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
         return self._adapted(hidden, extras, found)
+
+    def send(self, hidden: Any, extras: dict[str, Any], cache: Any) -> SentStep:
+        """Send a text's step, perhaps behind others under way; `forwards` receives its output."""
+        step = self._text_step(hidden, extras, cache, self._adapters(hidden, extras))
+        if step is None:
+            raise ConfigError(_NO_CACHE)
+        return self.forwards.send(step)
 
     def step_many(self, steps: Sequence[tuple[Any, dict[str, Any], Any]]) -> list[Any]:
         """Compute the blocks' outputs for steps of texts with different caches; return each output, or its error.
@@ -199,7 +206,7 @@ class ServedBlocks:
                 found.append(ConfigError(_NO_CACHE) if step is None else step)
             except ConfigError as error:
                 found.append(error)
-        outputs = iter(self._forwards.step_many([one for one in found if isinstance(one, TextStep)]))
+        outputs = iter(self.forwards.step_many([one for one in found if isinstance(one, TextStep)]))
         return [next(outputs) if isinstance(one, TextStep) else one for one in found]
 
     def _text_step(
@@ -232,7 +239,7 @@ class ServedBlocks:
         adapters = self._adapters(hidden, extras)
         if self._adapted is not None and adapters is not None:
             return self._adapted(hidden, extras, adapters)
-        return self._forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes(training=self._trains))
+        return self.forwards.once(hidden, extras, weights=_WEIGHTS, modes=self._modes(training=self._trains))
 
     @property
     def _trains(self) -> bool:

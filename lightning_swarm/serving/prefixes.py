@@ -33,7 +33,12 @@ _HARMLESS: Final = {
 
 
 def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any], options: Collection[str]) -> bool:
-    """Return whether a call of `generate` writes one plain text, whose tokens determine what servers compute.
+    """Return whether a call of `generate` writes one plain text without drafts; see `is_plain_text`."""
+    return not chosen("prompt_lookup_num_tokens") and is_plain_text(model, prompt, chosen, options)
+
+
+def is_plain_text(model: Any, prompt: Any, chosen: Callable[[str], Any], options: Collection[str]) -> bool:
+    """Return whether a call of `generate` writes one text, whose tokens determine what servers compute.
 
     `chosen` returns an option by name, and `options` are the names of those that the call itself has.
     """
@@ -43,7 +48,7 @@ def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any],
         return False
     if max(chosen("num_beams") or 1, chosen("num_return_sequences") or 1) > 1 or chosen("use_cache") is False:
         return False
-    if any(map(chosen, ("cache_implementation", "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers"))):
+    if any(map(chosen, ("cache_implementation", "penalty_alpha", "dola_layers"))):
         return False
     mask, pad = chosen("attention_mask"), chosen("pad_token_id")
     # Without a mask, Hugging Face masks tokens that pad.

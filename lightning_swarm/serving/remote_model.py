@@ -37,6 +37,7 @@ from lightning_swarm.serving.model_guards import refuse_changes
 from lightning_swarm.serving.model_traits import has_own_prompt, positions_depend_on_length
 from lightning_swarm.serving.prefixes import PREFILL_CHUNK, TextPrefixes, can_begin_with_prefix
 from lightning_swarm.serving.routes import ServedRoutes
+from lightning_swarm.serving.speculation import speculation_for
 from lightning_swarm.serving.tuning_client import AdaptedBlocks
 
 
@@ -222,7 +223,8 @@ def remote_model(
 
     It is an ordinary model for generating text, in eval mode and without gradients: ``generate`` works with all of its
     options that keep a dynamic cache, and ``model(input_ids)`` gives logits. Embeddings and the head are in this
-    process; hidden states travel. If a server dies, other servers continue from its state, and no token changes.
+    process; hidden states travel. If a server dies, other servers continue from its state, and no token changes. With
+    ``prompt_lookup_num_tokens`` or ``assistant_model``, several tokens are verified in one round trip.
 
     The servers see hidden states, from which a prompt can be reconstructed: use only servers that you trust with it.
 
@@ -316,8 +318,11 @@ def _wrapped_generate(model: Any, served: ServedBlocks, generate: Callable[..., 
     @functools.wraps(generate)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         prompt, option = _call_options(model, args, kwargs)
-        options = {**kwargs, **_chunk_options(model, prompt, option)}
+        ahead = speculation_for(model, served, prompt, option, args, kwargs, step_tokens=step_tokens(model))
+        options = {**kwargs, **_chunk_options(model, prompt, option, has_drafts=ahead is None)}
         with served.writing() as text:
+            if ahead is not None:
+                return ahead.write(generate, args, options)
             if not can_begin_with_prefix(model, prompt, option, {*kwargs}):
                 return generate(*args, **options)
             prefixes: TextPrefixes = model.swarm.prefixes
@@ -335,9 +340,10 @@ def _call_options(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -
     return prompt, lambda name: options.get(name, getattr(config, name, None))
 
 
-def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any]) -> dict[str, int]:
-    """Return the options that cut a prompt which is too long for one step."""
-    conflicting = map(option, ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model"))
+def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any], *, has_drafts: bool) -> dict[str, int]:
+    """Return the options that cut a prompt which is too long for one step; Hugging Face's own drafts forbid that."""
+    drafts = ("prompt_lookup_num_tokens", "assistant_model") if has_drafts else ()
+    conflicting = map(option, ("prefill_chunk_size", *drafts))
     if not isinstance(prompt, torch.Tensor) or any(conflicting) or option("use_cache") is False:
         return {}
     num_rows = len(prompt) * max(option("num_beams") or 1, option("num_return_sequences") or 1)

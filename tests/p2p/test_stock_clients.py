@@ -77,7 +77,7 @@ class Endpoint:
 
     def kill(self) -> PeerId:
         """Kill the server with the first stage of the current text; return its id."""
-        (session,) = self.model.swarm.served._forwards._sessions._open.values()
+        (session,) = self.model.swarm.served.forwards._sessions._open.values()
         peer = session._route[0]
         os.kill(self.servers.runs[self.servers.names[peer]].process.pid, signal.SIGKILL)
         self.sent.append("killed")

@@ -114,7 +114,7 @@ def test_no_death_of_a_server_changes_a_token(tmp_path: Path, swarm: ServedSwarm
 
     def kill() -> None:
         assert swarm.client is not None
-        (session,) = swarm.client.served._forwards._sessions._open.values()
+        (session,) = swarm.client.served.forwards._sessions._open.values()
         killed.extend(dict.fromkeys(session._route))
         for name in killed[: len(victims)]:
             swarm.network.kill(PeerId(name))
@@ -297,7 +297,7 @@ def test_dropout_of_an_adapter_is_drawn_in_train_mode_whatever_dies(tmp_path: Pa
 
     def kill() -> None:
         assert swarm.client is not None
-        (session,) = swarm.client.served._forwards._sessions._open.values()
+        (session,) = swarm.client.served.forwards._sessions._open.values()
         killed.append(session._route[-1])
         swarm.network.kill(PeerId(killed[0]))
 

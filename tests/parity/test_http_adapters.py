@@ -134,7 +134,7 @@ def test_a_server_that_dies_is_replaced_and_counted(swarm: ServedSwarm, tmp_path
     def kill(*_: Any) -> None:
         calls.append(1)
         if len(calls) == 5:
-            (session,) = swarm.client.served._forwards._sessions._open.values()  # type: ignore[union-attr]
+            (session,) = swarm.client.served.forwards._sessions._open.values()  # type: ignore[union-attr]
             killed.append(session._route[0])
             swarm.network.kill(killed[0])
 

@@ -505,9 +505,9 @@ def test_wide_hidden_states_count_as_tokens(serve: Callable[..., ServedSwarm], m
     swarm.serve("a", limits=replace(LIMITS, step_tokens=8))
     model = swarm.connect()
     assert swarm.client is not None
-    once = swarm.client.served._forwards.once
+    once = swarm.client.served.forwards.once
     monkeypatch.setattr(
-        swarm.client.served._forwards, "once", lambda hidden, *args, **given: once(hidden[:, None], *args, **given)
+        swarm.client.served.forwards, "once", lambda hidden, *args, **given: once(hidden[:, None], *args, **given)
     )
     with torch.no_grad(), pytest.raises(ProtocolError, match="at most 8 tokens in all rows here"):
         model(torch.ones(1, 9, dtype=torch.long), use_cache=False)

@@ -119,7 +119,7 @@ def test_texts_are_those_of_one_machine(serve: Callable[..., Any], family: str) 
     assert joint == 0 if family in ALONE else joint > 0.6 * len(prompts) * (NUM_NEW - 1)
     client = texts.served.model.swarm
     client._runtime.run(asyncio.sleep(1.0))
-    assert not client.served._forwards._sessions._open, "texts that have ended hold sessions"
+    assert not client.served.forwards._sessions._open, "texts that have ended hold sessions"
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
@@ -179,7 +179,7 @@ def test_sampled_texts_depend_on_their_seed_alone(serve: Callable[..., Any]) -> 
 def test_exact_texts_are_computed_alone(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     texts, prompts = Texts(ServedText("m", serve(model), None)), random_prompts()
-    forwards, opened = texts.served.model.swarm.served._forwards, list[bool]()
+    forwards, opened = texts.served.model.swarm.served.forwards, list[bool]()
     open_session = forwards._open
 
     def noted(step: Any, handle: Any) -> Any:
