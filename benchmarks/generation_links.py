@@ -1,9 +1,11 @@
-"""Tokens a second of a served model over links with latency: through the chain of servers, and by a star's trips.
+"""Tokens a second of a served model over links with latency: through the chain, with drafts, and by a star's trips.
 
 Each stage is on a host of its own, and so is the client; between any two hosts a round trip takes as long as asked for
 (100 ms). The ideal is one-way trips alone: as many as stages, and one more. A star, in which the client asks one server
-after the other, takes a round trip a stage: the client makes those, and nothing else, in turns with the texts. Prompt
-lookup takes several tokens a trip where the text repeats itself.
+after the other, takes a round trip a stage: the client makes those, and nothing else, in turns with the texts.
+
+The text repeats itself, so that prompt lookup foresees it. One assistant is the model itself, and foresees every token;
+another has other weights, and foresees hardly any.
 """
 
 from __future__ import annotations
@@ -27,14 +29,23 @@ from benchmarks.hosts import Hosts
 from benchmarks.report import median, picture, table, write
 from benchmarks.runs import FAR_APART, start
 
-NUM_TOKENS = 24
+NUM_TOKENS = 64
 TURNS = 5
 PORT = 31337
-PROMPT = [5, 6, 7, 8] * 6  # repeats itself, for prompt lookup
+NUM_PROMPT = 48
+
+
+def repeating(folder: Path, num_stages: int, width: int) -> Any:
+    """Save and return a model whose next token depends on the last one alone, so that its text soon repeats itself."""
+    model = save(folder, num_stages, width)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    model.save_pretrained(folder, max_shard_size="200MB")
+    return model
 
 
 def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]:
-    """Measure, at the client's host: seconds a token by the chain, by prompt lookup, and of a star's trips."""
+    """Measure, at the client's host: seconds a token by the chain, by drafts, and of a star's trips."""
     import transformers
 
     from lightning_swarm import remote_model
@@ -42,11 +53,23 @@ def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]
     torch.set_num_threads(1)
     model = remote_model(address, weights=folder)
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    prompt = {"input_ids": torch.tensor([PROMPT]), "attention_mask": torch.ones(1, len(PROMPT), dtype=torch.long)}
-    ways: dict[str, dict[str, Any]] = {"chain": {}, "prompt lookup": {"prompt_lookup_num_tokens": 4}}
-    found: dict[str, list[float]] = {"chain": [], "prompt lookup": [], "star": [], "plain": []}
+    torch.manual_seed(1)
+    unlike: Any = transformers.AutoModelForCausalLM.from_config(plain.config).eval()
+    first = torch.tensor([[5]])
+    prompt = plain.generate(
+        first, attention_mask=torch.ones_like(first), max_new_tokens=NUM_PROMPT - 1, do_sample=False
+    )
+    prompts = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    ways: dict[str, dict[str, Any]] = {
+        "chain": {},
+        "prompt lookup": {"prompt_lookup_num_tokens": 10},
+        "assistant": {"assistant_model": plain},
+        "unlike assistant": {"assistant_model": unlike},
+    }
+    found: dict[str, list[float]] = {name: [] for name in (*ways, "star", "plain")}
     host, _, port = address.partition("/")[0].rpartition(":")
     try:
+        texts = set()
         for turn in range(TURNS + 1):
             for name, options in [*ways.items(), ("plain", {})]:
                 moments: list[float] = []
@@ -61,15 +84,20 @@ def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]
                         """Nothing is held back."""
 
                 asked = plain if name == "plain" else model
-                asked.generate(**prompt, max_new_tokens=NUM_TOKENS, do_sample=False, streamer=Noting(), **options)
-                first = moments[len(PROMPT)]  # the prompt's own tokens come first
+                written = asked.generate(
+                    **prompts, max_new_tokens=NUM_TOKENS, do_sample=False, streamer=Noting(), **options
+                )
+                texts.add(tuple(written[0].tolist()))
+                first_s = moments[NUM_PROMPT]  # the prompt's own tokens come first
                 if turn:
-                    found[name].append((moments[-1] - first) / (NUM_TOKENS - 1))
+                    found[name].append((moments[-1] - first_s) / (NUM_TOKENS - 1))
             begin_s = time.perf_counter()
             for _ in range(num_stages):
                 socket.create_connection((host, int(port))).close()  # a handshake is a round trip
             if turn:
                 found["star"].append(time.perf_counter() - begin_s)
+        if len(texts) > 1:
+            raise RuntimeError(f"the ways wrote {len(texts)} different texts")
     finally:
         model.swarm.close()
     return found
@@ -78,7 +106,7 @@ def client(address: str, num_stages: int, folder: str) -> dict[str, list[float]]
 def measure(num_stages: int, round_trip_s: float, width: int) -> dict[str, list[float]]:
     """Measure a model of so many stages, each on a host of its own."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        own = ("--weights", folder, *for_one_stage(save(Path(folder), num_stages, width), num_stages))
+        own = ("--weights", folder, *for_one_stage(repeating(Path(folder), num_stages, width), num_stages))
         hosts = stack.enter_context(
             Hosts([0.0] * (num_stages + 1), [round_trip_s / 4] * (num_stages + 1))  # to the switch and back, twice
         )
@@ -93,7 +121,7 @@ def measure(num_stages: int, round_trip_s: float, width: int) -> dict[str, list[
             served(number, "--join", address)
         command = ("-m", "benchmarks.generation_links", "--client", address, "--stages", num_stages, "--folder", folder)
         process = start(*command, before=hosts.on(num_stages), environment=FAR_APART, stdout=subprocess.PIPE)
-        said, _ = process.communicate(timeout=400.0)
+        said, _ = process.communicate(timeout=900.0)
         if process.returncode:
             raise RuntimeError(f"the client ended with {process.returncode}")
         result: dict[str, list[float]] = json.loads(said.splitlines()[-1])
@@ -115,8 +143,9 @@ def main(words: Sequence[str] | None = None) -> None:
     if missing := Hosts.missing(delayed=True):
         sys.exit(f"This needs {missing}.")
     round_trip_s = arguments.round_trip / 1e3
+    drafts = ("prompt lookup", "assistant", "unlike assistant")
     rows: list[Sequence[object]] = [
-        ("stages", "tokens/s", "of the ideal", "against a star", "prompt lookup, tokens/s", "plain here, tokens/s")
+        ("stages", "tokens/s", "of the ideal", "against a star", *(f"{one}, times" for one in drafts), "plain here")
     ]
     found: dict[str, list[float]] = {}
     for num_stages in arguments.stages:
@@ -128,11 +157,11 @@ def main(words: Sequence[str] | None = None) -> None:
                 f"{1 / seconds['chain']:.2f}",
                 f"{ideal_s / seconds['chain']:.2f}",
                 f"{(seconds['star'] + seconds['plain']) / seconds['chain']:.2f}",
-                f"{1 / seconds['prompt lookup']:.2f}",
+                *(f"{seconds['chain'] / seconds[one]:.2f}" for one in drafts),
                 f"{1 / seconds['plain']:.1f}",
             )
         )
-        found[f"{num_stages} stages"] = [1 / seconds["chain"]]
+        found[f"{num_stages} stages"] = [1 / seconds[one] for one in ("chain", *drafts)]
     title = f"A served model, {arguments.round_trip:g} ms between hosts"
     write("generation_links", table(title, rows))
     picture("generation_links", title, "tokens/s", found)
