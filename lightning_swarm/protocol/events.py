@@ -214,14 +214,14 @@ class OutageWait:
         waited_s = now_s - outage.since_s
         if waited_s >= self.stage_timeout:
             raise StageLost(
-                f"a stage may be without servers for `Limits.stage_timeout` = {self.stage_timeout:g} s, and step "
-                f"{step} waited as long for stage {stage}. The last of its servers was {last}: {gone[last]}"
+                f"step {step} waits for stage {stage}, which had no server for `Limits.stage_timeout` = "
+                f"{self.stage_timeout:g} s; {last} was lost last: {gone[last]}"
             )
         if now_s >= outage.logged_s + _WARNING_INTERVAL_S:
             outage.logged_s = now_s
             _outage_log.warning(
                 "Step %d waits for stage %d: none of its servers answers. %s was lost last, %.0f s ago (%s). The run "
-                "continues as soon as one of %s answers, or another server joins with `lightning-swarm join %s`. "
+                "goes on as soon as one of %s answers, or another server joins with `lightning-swarm join %s`. "
                 "Otherwise it ends in %.0f s.",
                 step,
                 stage,

@@ -427,8 +427,8 @@ class RunState:
             raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
             raise NotEnlisted(
-                f"the caller must be one of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, which "
-                f"begin with {self.trainers[:_MAX_NAMED]}, and {caller} is not among them"
+                f"{caller} is none of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, of which "
+                f"the first are {self.trainers[:_MAX_NAMED]}"
             )
 
     def check_holds(self, member: Member, stage_index: int) -> None:

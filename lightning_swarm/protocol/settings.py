@@ -177,7 +177,7 @@ class RunSettings(WithCompression, frozen=True):
             )
         if not isinstance(self.deterministic, bool):
             raise ConfigError(
-                "`deterministic` must be True, or False if weights may differ in their last bits from run to run, got "
+                "`deterministic` must be True or False (weights may differ in their last bits from run to run), got "
                 f"{self.deterministic!r}. To choose kernels, set `Trainer(deterministic=...)`."
             )
         check_choice(
@@ -215,7 +215,7 @@ class RunSettings(WithCompression, frozen=True):
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `trust='audited'` sums of gradients must not be encoded, because other servers check the "
+                "with `trust='audited'` sums of gradients must travel as they are, because other servers check the "
                 f"averaging: got averaging {self.compression.averaging!r}. Write `compression=Compression("
                 "activations=..., gradients=...)`, or leave it out."
             )
@@ -254,7 +254,7 @@ class RunSettings(WithCompression, frozen=True):
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `deterministic=True` sums of gradients must not be encoded, because a codec's result "
+                "with `deterministic=True` sums of gradients must travel as they are, because a codec's result "
                 f"depends on which server added which gradients: got averaging {self.compression.averaging!r}. Write "
                 "`compression=Compression(activations=..., gradients=...)`, or leave it out."
             )

@@ -83,7 +83,7 @@ class Codec(ABC):
                 lowest, allowed = 0.0, "finite scales that are not negative"
             if not are_within(part, lowest, highest):
                 raise ProtocolError(
-                    f"{self.name} encodes tensors with {allowed}, got NaN, an infinity or a negative scale"
+                    f"{self.name} encodes tensors with {allowed}, got others: NaN, an infinity or a negative scale"
                 )
 
 

@@ -226,7 +226,7 @@ def test_a_lead_that_is_not_heard_of_fails_the_step(make_swarm: MakeSwarm) -> No
 def test_trainers_give_signs_of_life(make_swarm: MakeSwarm) -> None:
     swarm, other = begun(make_swarm, 4)
     swarm.run(other.renew())
-    with pytest.raises(ProtocolError, match=r"must be one of the 5 trainers of run .* and stranger is not among them"):
+    with pytest.raises(ProtocolError, match="stranger is none of the 5 trainers of run"):
         swarm.run(client(swarm, PeerId("stranger")).renew())
     with pytest.raises(ProtocolError, match="takes no arguments"):
         swarm.run(swarm.trainer.call(A, RENEW.name, b"x", timeout=1.0))
