@@ -37,12 +37,12 @@ def answer_bans(
         known = bans_after(UNSET, transport.bans)
         if len(bans_after(known, [signed]) or ()) > MAX_BANS:
             raise AccessDenied(
-                f"a run must have at most {MAX_BANS} bans, lifted bans included, and this run has that many already"
+                f"a run keeps at most {MAX_BANS} bans, and this run has reached that number. A lifted ban still counts."
             )
         transport.ban(signed)
         if signed not in transport.bans:
             raise AccessDenied(
-                "a ban must be newer than all other bans of its peer or invitation, and this peer has a newer one. Set "
+                "a ban must be newer than all other bans of its peer or invitation, and a newer one is known here. Set "
                 " the clock of the machine that holds the owner's key, and ban again."
             )
         if is_new and spawn is not None:

@@ -85,6 +85,6 @@ def check_invited(used: Used, record: Record) -> None:
     if invited.keys() != expected:
         raise ProtocolError(
             f"record {record.step} must name the invitation of each of its {len(expected)} new members, and of no "
-            f"other peer; it names invitations of {len(invited)} peers, and the first difference is "
+            f"other peer; it names those of {len(invited)} peers; the first difference is "
             f"{min(invited.keys() ^ expected)}"
         )

@@ -76,7 +76,7 @@ def pack(value: Any) -> list[Tensor]:
 def unpack(tensors: Sequence[Tensor]) -> Any:
     """Convert untrusted tensors, as `pack` returns them, back into a value; refuse malformed tensors."""
     if not tensors or tensors[0].dtype != torch.uint8 or tensors[0].dim() != 1:
-        raise ProtocolError("a value's first tensor must have the bytes of its structure, got another tensor or none")
+        raise ProtocolError("a value must begin with the bytes of its structure, got others")
     if tensors[0].nbytes > MAX_STRUCTURE_BYTES:
         raise ProtocolError(
             f"a value may have {MAX_STRUCTURE_BYTES} bytes without its tensors, got {tensors[0].nbytes}"

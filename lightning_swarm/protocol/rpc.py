@@ -48,7 +48,7 @@ class TypedRpc(Rpc, Generic[Q, A]):
     def read_request(self, body: bytes) -> Q:
         """Decode a request; raise `ProtocolError` if it is malformed."""
         if self.request is None and body:
-            raise ProtocolError(f"a request of {self.name} must be empty, got {len(body)} bytes")
+            raise ProtocolError(f"{self.name} takes no arguments, got {len(body)} bytes")
         return _unpacked(body, self.request)
 
     def read_reply(self, body: bytes) -> A:

@@ -332,9 +332,7 @@ class RunState:
     def check_generation(self, generation: int) -> None:
         """Refuse a call of another generation of the run."""
         if generation != self.manifest.generation:
-            raise ProtocolError(
-                f"a call must be of the run's generation {self.manifest.generation}, got generation {generation}"
-            )
+            raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Refuse a record that empties a stage, changes an unknown stage, or admits a peer without invitation.
@@ -349,9 +347,7 @@ class RunState:
         changed = [change.stage_index for change in (*record.left, *record.newcomers)]
         highest = max(changed, default=0)
         if highest >= len(self.rosters):
-            raise ProtocolError(
-                f"a record must change only stages below {len(self.rosters)}, record {record.step} changes {highest}"
-            )
+            raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
     def check_seats(self, seats: SeatedMembers, enlisted: Collection[PeerId] = ()) -> None:
         """Refuse members without the lead, with duplicates, an empty stage, or a wrong number of stages.
@@ -451,9 +447,9 @@ def record_digest(record: Record) -> bytes:
 def replaced_by(manifest: Manifest) -> str:
     """Return the error text for a former lead that was replaced."""
     return (
-        f"peer {manifest.lead} leads run {manifest.run_id!r} now, because this peer was silent for too long, and has "
-        "rolled the run back: this peer's steps since then do not count. To take part in the run again, restart this "
-        "program with `initial_peers`."
+        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, because this peer was silent for too long, and has "
+        "rolled the run back: what was done here since then does not count. Start this program again with "
+        "`initial_peers`, and it will help."
     )
 
 

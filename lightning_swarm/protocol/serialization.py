@@ -215,7 +215,7 @@ def tensor_at(children: Sequence[Any], tensors: Sequence[Tensor], missing: set[i
     if len(children) != 1 or type(children[0]) is not int or children[0] not in missing:
         raise ProtocolError(
             f"a structure must name each of its {len(tensors)} tensors once, by its index, "
-            "got an index that is out of range, repeated or not an integer. The message was refused."
+            "got an index that is out of range, repeated or no integer. The message was refused."
         )
     missing.remove(children[0])
     return tensors[children[0]]

@@ -28,7 +28,7 @@ def checked_fields(argument: str, record: type, values: Mapping[str, Any]) -> di
     """Return the values of a record's fields that a user passed as a mapping; refuse names that are no fields."""
     names = [field.name for field in fields(record)]
     if unknown := sorted(map(str, set(values) - set(names))):
-        raise ConfigError(f"the fields of `{argument}` are {', '.join(names)}, got {unknown}. Correct the names.")
+        raise ConfigError(f"`{argument}` has {', '.join(names)}, got {unknown}. Correct the names.")
     return dict(values)
 
 
@@ -84,7 +84,7 @@ class Compression:
             object.__setattr__(self, "error_feedback", self.averaging == "powersgd")
         elif not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
             raise ConfigError(
-                "`error_feedback` must be True or False, and True only if `averaging` has a codec, got "
+                "`error_feedback` must be True or False, and True only where `averaging` has a codec, got "
                 f"{self.error_feedback!r} with averaging {self.averaging!r}. Leave it out, or choose a codec."
             )
 

@@ -193,7 +193,7 @@ class TicketStore:
         if entry.error is not None:
             raise entry.error
         if entry.gone:
-            raise TicketGone(f"the tensors of {name} were taken before, and are forgotten to save memory")
+            raise TicketGone(f"{name} was dropped to save memory")
         assert entry.message is not None
         if not isinstance(entry.message, Message):
             entry.message = entry.message()
@@ -255,6 +255,4 @@ class TicketStore:
     def _check_reads(self, entry: _Entry, name: str, caller: PeerId, key: bytes | None) -> None:
         """Refuse a caller that may not read the promised tensors. Before the promise, no caller is refused."""
         if entry.readers is not None and caller != self._transport.peer_id and not entry.readers(caller, key):
-            raise TicketGone(
-                f"only its readers may fetch {name}, and {caller} is none of them, or did not present the key"
-            )
+            raise TicketGone(f"{name} is not for {caller}: it is held for others, or for those that show its key")
