@@ -447,8 +447,8 @@ def record_digest(record: Record) -> bytes:
 def replaced_by(manifest: Manifest) -> str:
     """Return the error text for a former lead that was replaced."""
     return (
-        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, because this peer was silent for too long, and has "
-        "rolled the run back: what was done here since then does not count. Start this program again with "
+        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, because this peer was silent for too long, and "
+        "has rolled the run back: what was done here since then does not count. Start this program again with "
         "`initial_peers`, and it will help."
     )
 
