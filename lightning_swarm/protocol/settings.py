@@ -85,7 +85,7 @@ class Compression:
         elif not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
             raise ConfigError(
                 "`error_feedback` must be True or False, and True only where `averaging` has a codec, got "
-                f"{self.error_feedback!r} with averaging {self.averaging!r}. Leave it out, or choose a codec."
+                f"{self.error_feedback!r} with {self.averaging!r}. Leave it out, or choose a codec."
             )
 
 
