@@ -42,8 +42,8 @@ def answer_bans(
         transport.ban(signed)
         if signed not in transport.bans:
             raise AccessDenied(
-                "a ban must be newer than all other bans of its peer or invitation, and a newer one is known here. Set the "
-                "clock of the machine that holds the owner's key, and ban again."
+                "a ban must be newer than all other bans of its peer or invitation, and a newer one is known here. Set "
+                "the clock of the machine that holds the owner's key, and ban again."
             )
         if is_new and spawn is not None:
             await spawn(_forward(transport, {*members()} - {transport.peer_id, caller}, signed))

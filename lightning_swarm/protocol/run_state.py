@@ -344,7 +344,7 @@ class RunState:
             self.electorate.check(record, self.manifest.settings)
         after = seats or self.members_after(record)
         self.check_seats(after, record.enlisted)
-        changed = [change.stage_index for change in (*record.left, *record.newcomers)]
+        changed = [left.stage_index for left in record.left] + [new.stage_index for new in record.newcomers]
         highest = max(changed, default=0)
         if highest >= len(self.rosters):
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
