@@ -20,7 +20,7 @@ from lightning_swarm.serving.grammar_masks import GrammarCompiler
 from lightning_swarm.serving.growing_text import GrowingText
 from lightning_swarm.serving.http_fields import TextFields
 from lightning_swarm.serving.joint_forward import JointForward
-from lightning_swarm.serving.remote_model import part_of_prompts, step_tokens
+from lightning_swarm.serving.remote_model import prefill_chunk, step_tokens
 from lightning_swarm.serving.text_scheduler import TextScheduler
 from lightning_swarm.serving.texts import ServedText
 from tests.parity.test_texts_together import Listener
@@ -45,7 +45,7 @@ class Endpoint:
     def __init__(self, served: ServedText) -> None:
         self.served = served
         blocks = served.model.swarm.served
-        options: dict[str, Any] = {"part": part_of_prompts(served.model), "has_threads": False}
+        options: dict[str, Any] = {"part": prefill_chunk(served.model), "has_threads": False}
         self.scheduler = TextScheduler(JointForward(blocks), step_tokens=lambda: step_tokens(served.model), **options)
         compiler = GrammarCompiler(served.tokenizer, num_tokens=264, ends=[2])
         self._grammar = compiler.compile(GRAMMAR)
