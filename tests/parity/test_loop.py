@@ -561,7 +561,7 @@ AT_ONCE: dict[str, Case] = {
         DigitsMLP,
         {"accumulate_grad_batches": 3},
         {"target_batch_size": 20},
-        r"`target_batch_size` and `accumulate_grad_batches`.*got 20 and 3.*Set one of them",
+        r"`target_batch_size` and `accumulate_grad_batches`.*got 20 and 3. Leave one out",
     ),
     "pruned weights": (
         DigitsMLP,

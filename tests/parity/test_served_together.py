@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from lightning_swarm.client.inference.forwards import Delayed
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.inference import SessionSteps
 from lightning_swarm.server.inference.handlers import SessionHandlers
@@ -63,6 +64,8 @@ def write_together(remote: Any, prompts: Sequence[Tensor], num_tokens: int = NUM
             calls.append(caught.value.args)  # type: ignore[arg-type]
         outputs, given, new = blocks.step_many(calls), new, []
         for tokens, cache, output in zip(given, caches, outputs, strict=True):
+            if isinstance(output, Delayed):
+                output = output.wait()  # noqa: PLW2901 - the same output, later
             if isinstance(output, Exception):
                 raise output
             blocks.output = output

@@ -144,7 +144,7 @@ def test_a_text_whose_servers_are_busy_delays_no_other(
 
     def choose(number: int) -> None:
         if number == 4 and not victims:
-            sessions = client.served._forwards._sessions
+            sessions = client.served.forwards._sessions
             assert sessions is not None
             victims[[*sessions._open][-1]] = loop.time() + 20.0
 

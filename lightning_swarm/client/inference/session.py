@@ -551,7 +551,8 @@ class InferenceSession:
         try:
             await self._outbox.send(peer, step, tensors, alone=alone)
         except SwarmError as error:
-            if self._attempt != attempt or number <= self._newest_output:  # sent again, or it came through
+            came_through = not alone and number <= self._newest_output  # a new server needs each step of a replay
+            if self._attempt != attempt or came_through:
                 return set()
             if isinstance(error, AdapterMissing):
                 self._note_lacking(0)

@@ -179,7 +179,7 @@ def test_a_run_that_is_not_open_says_what_to_do(make_swarm: MakeSwarm) -> None:
 def test_another_version_of_the_protocol_is_refused(make_swarm: MakeSwarm) -> None:
     run = Run(make_swarm)
     request = encode(EnlistRequest(protocol_version=PROTOCOL_VERSION + 1, generation=None))
-    with pytest.raises(ConfigError, match=rf"is {PROTOCOL_VERSION + 1} there and {PROTOCOL_VERSION} in"):
+    with pytest.raises(ConfigError, match=rf"is {PROTOCOL_VERSION + 1} at the caller and {PROTOCOL_VERSION} in"):
         run.swarm.run(run.transport().call(A, ENLIST.name, request, timeout=1.0))
 
 
