@@ -207,8 +207,9 @@ class InferenceSession:
         self._sends.discard(task)
         if task.cancelled():
             return
-        self._error = self._error or task.exception()
-        if self._error is None:
+        error = task.exception()
+        self._error = self._error or error
+        if error is None:
             self._broken |= task.result()
         if self._error is not None or self._broken:
             self._news.set()
@@ -226,6 +227,8 @@ class InferenceSession:
             # Stages that need another server, or the steps so far again.
             broken = set() if self._has_begun else await self._begin()
             while not output.done():
+                if self._error is not None:
+                    raise self._error
                 if broken:
                     broken = await self._rebuild(broken)
                     if not broken:  # replays take time, so extend the deadline
@@ -253,7 +256,9 @@ class InferenceSession:
         return self._due.pop(number).result()
 
     async def close(self) -> None:
-        """Close the session and notify its servers. Call it at most once."""
+        """Close the session and notify its servers; a step that is waited for fails. Call it at most once."""
+        self._error = self._error or SessionLost("this session was closed")
+        self._news.set()
         for task in self._sends:
             task.cancel()
         if self._route:
@@ -310,14 +315,13 @@ class InferenceSession:
 
     def _is_old(self, failed: SessionFailed) -> bool:
         """Return whether the step that failed has succeeded since, or another attempt has begun."""
-        has_succeeded = max(failed.number, self._attempt_step) <= self._newest_output
+        # Not by the newest output, which a server may send before those of earlier steps.
+        has_succeeded = max(failed.number, self._attempt_step) < self._first_missing
         return has_succeeded or failed.attempt != self._attempt
 
     async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
         """Wait for the output or a failure; return the stages that need another server or another replay."""
-        while not output.done():
-            if self._error is not None:
-                raise self._error
+        while not output.done() and self._error is None:
             if self._failures:
                 caller, failed = self._failures.popleft()
                 if not self._is_old(failed):
@@ -551,7 +555,7 @@ class InferenceSession:
         try:
             await self._outbox.send(peer, step, tensors, alone=alone)
         except SwarmError as error:
-            came_through = not alone and number <= self._newest_output  # a new server needs each step of a replay
+            came_through = not alone and number < self._first_missing  # a new server needs each step of a replay
             if self._attempt != attempt or came_through:
                 return set()
             if isinstance(error, AdapterMissing):

@@ -1,0 +1,89 @@
+"""A session with several steps under way: no false order of its outputs hides a step that was lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swarm.client.inference.session import InferenceSession, SessionInput, SessionWeights
+from lightning_swarm.core.errors import SessionLost
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.protocol.messages.inference import SessionFailed, SessionOutput, SessionStep
+
+A, B = map(PeerId, "ab")
+HIDDEN = torch.zeros(1, 1, 4)
+MODE = ComputeMode(training=False, grad=False, default_dtype="float32")
+
+
+class Servers:
+    """The servers of a route, which note the steps that they get, and answer as a test wants."""
+
+    def __init__(self) -> None:
+        routes: Any = SimpleNamespace(
+            timeout=60.0, transport=SimpleNamespace(peer_id=PeerId("me")), begin=lambda *_: [A, B], end=lambda _: None
+        )
+        weights = SessionWeights(generation=0, version=0, number=0)
+        self.steps: list[int] = []
+        self.lost: set[int] = set()  # steps that the first server refuses
+        self.session = InferenceSession(routes, self, None, weights)  # type: ignore[arg-type]
+
+    async def send(self, peer: PeerId, step: SessionStep, tensors: Any, *, alone: bool = False) -> None:
+        self.steps.append(step.number)
+        if step.number in self.lost:
+            raise SessionLost("no such step")
+        if alone:
+            self.give(step.number)
+
+    def give(self, number: int) -> None:
+        structure, tensors = serialization.flatten(HIDDEN)
+        said = SessionOutput(
+            session=self.session.id, number=number, length=None, structure=structure, num_tensors=len(tensors)
+        )
+        self.session.take_output(B, said, tensors)
+
+    def begin(self) -> int:
+        return self.session.begin(SessionInput(hidden=HIDDEN, extras={}, operations=[], modes=[MODE] * 2))
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_an_output_before_its_turn_hides_no_step_that_was_lost(reports: bool) -> None:
+    """The first server reports the loss, or refuses the step."""
+
+    async def go() -> None:
+        servers = Servers()
+        session = servers.session
+        await session.result(servers.begin())
+        servers.lost = set() if reports else {2}
+        second, third = servers.begin(), servers.begin()
+        servers.give(third)
+        await asyncio.sleep(0)
+        assert servers.steps == [1, 2, 3]
+        if reports:
+            session.take_failure(A, SessionFailed(session.id, second, 0, 0, kind="lost", reason=""))
+        servers.lost = set()
+        await session.result(second)
+        assert servers.steps == [1, 2, 3, 1, 2, 3]
+        await session.result(third)
+
+    asyncio.run(go())
+
+
+def test_a_session_that_is_closed_ends_the_step_that_is_waited_for() -> None:
+    async def go() -> None:
+        servers = Servers()
+        session = servers.session
+        await session.result(servers.begin())
+        waiting = asyncio.ensure_future(session.result(servers.begin()))
+        await asyncio.sleep(0)
+        session._route = []  # nobody is told
+        await session.close()
+        with pytest.raises(SessionLost, match="was closed"):
+            await waiting
+
+    asyncio.run(go())
