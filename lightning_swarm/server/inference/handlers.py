@@ -185,7 +185,7 @@ class SessionHandlers:
             await held.grow()
         elif step.number >= held.resume and (kept := held.kept.get(step.number)) is not None:
             # Repeated for another server, or for a client that missed the output.
-            self._spawn(self._send_on(held, kept))
+            self._spawn(self._send_again(held, kept))
         return True
 
     async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
@@ -347,6 +347,15 @@ class SessionHandlers:
             elif held.attempt == attempt:  # otherwise it was sent again
                 stage_index = kept.step.stage_index + 1
                 await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
+
+    async def _send_again(self, held: StageSession, kept: KeptOutput) -> None:
+        """Send an output as `_send_on`, unless many are being sent again, as for a client that floods its server."""
+        if held.num_repeated < 2 * WINDOW:
+            held.num_repeated += 1
+            try:
+                await self._send_on(held, kept)
+            finally:
+                held.num_repeated -= 1
 
     async def _give(self, held: StageSession, kept: KeptOutput) -> None:
         """Send the last stage's output of a step to the client."""

@@ -55,6 +55,7 @@ class StageSession:
     replaying: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while another server gets all outputs
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
     num_waiting: int = 0  # received steps that wait for earlier steps
+    num_repeated: int = 0  # outputs that are being sent again
 
     def follow(self, attempt: int, route: list[PeerId], resume: int) -> None:
         """Adopt a route, perhaps the same again: outputs from step `resume` on go there."""

@@ -515,6 +515,23 @@ def test_a_client_gets_each_output_again_that_it_may_lack(make_swarm: MakeSwarm)
     assert (count(swarm, A), count(swarm, C)) == (4, 4)
 
 
+def test_a_step_that_a_client_repeats_without_end_is_sent_on_few_times(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    Client(swarm.trainer)
+    send(swarm, message(tokens(1), A, C))
+    held = swarm.servers[A].sessions._held[SESSION, 0]
+
+    async def go() -> None:
+        async with held.replaying:
+            for _ in range(3 * WINDOW):
+                await ask(swarm.trainer, A, message(tokens(1), A, C))
+            assert held.num_repeated == 2 * WINDOW
+        await asyncio.sleep(5.0)
+
+    swarm.run(go())
+    assert held.num_repeated == 0
+
+
 def test_what_a_block_returns_besides_tensors_is_no_ones_end(make_swarm: MakeSwarm) -> None:
     """It cannot be sent. The session ends with the reason, and the server goes on."""
 
