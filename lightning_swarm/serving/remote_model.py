@@ -336,8 +336,15 @@ def _wrapped_generate(model: Any, served: ServedBlocks, generate: Callable[..., 
 def _call_options(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
     """Return the prompt of a call of `generate`, and a function that returns the call's option of a name."""
     prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
-    config = options.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
-    return prompt, lambda name: options.get(name, getattr(config, name, None))
+    config = options.get("generation_config") or (args[1] if len(args) > 1 else None)
+
+    def chosen(name: str) -> Any:
+        if name in options:
+            return options[name]
+        found = getattr(config, name, None)
+        return getattr(model.generation_config, name, None) if found is None else found  # as Hugging Face does
+
+    return prompt, chosen
 
 
 def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any], *, has_drafts: bool) -> dict[str, int]:

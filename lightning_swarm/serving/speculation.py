@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.client.inference.forwards import SentStep
+from lightning_swarm.client.inference.prefixes import num_common
 from lightning_swarm.model.inference import attention_cache
 from lightning_swarm.model.inference.attention_cache import CacheHandle
 from lightning_swarm.protocol import serialization
@@ -312,9 +313,17 @@ def _assisted(
     for own in (generator.generation_config, generator.assistant_generation_config):
         own.assistant_confidence_threshold = 0.0  # the policy decides how long a draft is
     draft = _by(generator, "num_assistant_tokens")
+    before = prompt[0, :0]  # text and draft of the newest call
 
     def drafted(tokens: Tensor, count: int) -> Sequence[int]:
+        nonlocal before
+        cache = generator.assistant_kwargs.get("past_key_values")
+        num_same = num_common(before, tokens[0])
+        # After tokens without a call, Hugging Face would keep those of the last draft, which may be wrong.
+        if cache is not None and num_same < min(cache.get_seq_length(), tokens.shape[1] - 2):
+            cache.crop(num_same - cache.get_seq_length())
         found = draft(tokens, count)
+        before = torch.cat([tokens[0], tokens.new_tensor(found)])
         for layer in generator.assistant_kwargs["past_key_values"].layers:
             if hasattr(layer, "sliding_window"):
                 vars(layer)["crop"] = functools.partial(_crop, layer)

@@ -16,7 +16,7 @@ from lightning_swarm.client.inference.session import InferenceSession
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.inference import WINDOW
 from lightning_swarm.serving.draft_policy import DraftPolicy
-from lightning_swarm.serving.speculation import Speculation
+from lightning_swarm.serving.speculation import Speculation, _assisted
 from tests.served import ServedSwarm, make_model
 
 PROMPT = torch.tensor([[4, 11, 2, 9, 2, 6, 4, 11]])
@@ -188,6 +188,32 @@ def test_a_text_ends_at_its_end_token_or_string(serve: Callable[[Any], Swarm]) -
     assert torch.equal(found, model.generate(PROMPT, attention_mask=mask, max_new_tokens=7))
     assert config.prompt_lookup_num_tokens == 4
     assert len(swarm.texts) == 3
+
+
+def test_options_that_a_call_leaves_out_are_those_of_the_model(serve: Callable[[Any], Swarm]) -> None:
+    """As Hugging Face does, even if the call has a config: here tokens that pad, which are masked, and the drafts."""
+    model = make_model("llama")
+    swarm = serve(model)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1)
+    for one in (model, swarm.remote):
+        one.generation_config.update(pad_token_id=0, eos_token_id=None)
+    wanted = [model.generate(prompt, max_new_tokens=NUM_NEW) for prompt in (padded, PROMPT)]
+    config = transformers.GenerationConfig(max_new_tokens=NUM_NEW, prompt_lookup_num_tokens=4)
+    assert torch.equal(swarm.remote.generate(padded, generation_config=config), wanted[0])
+    assert not swarm.texts
+    swarm.remote.generation_config.prompt_lookup_num_tokens = 4
+    config.prompt_lookup_num_tokens = None
+    assert torch.equal(swarm.remote.generate(PROMPT, generation_config=config), wanted[1])
+    assert len(swarm.texts) == 1
+
+
+def test_an_assistant_goes_on_from_the_text_after_tokens_without_a_draft() -> None:
+    model = make_model("llama")
+    text = write(model, eos_token_id=[])
+    draft, _ = _assisted(model, make_model("llama"), PROMPT, {}, 100)  # type: ignore[misc]
+    with torch.no_grad():
+        draft(torch.cat([text[:, :10], (text[:, 10:13] + 1) % 29], dim=1), 4)  # a draft that turns out wrong
+        assert draft(text[:, :20], 6) == text[0, 20:26].tolist()
 
 
 LEFT: dict[str, dict[str, Any]] = {
