@@ -178,6 +178,8 @@ class SessionHandlers:
         if not held.takes(step.number):
             if not waits:
                 return False
+            if held.waiting[step.number] > 1:  # the step and a repetition, so that another one adds nothing
+                return True
             await self._until_taken(held, step, stage)
         if step.number == held.taken + 1:
             held.taken = step.number
@@ -193,9 +195,7 @@ class SessionHandlers:
         gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
         if step.number > held.taken + WINDOW:
             raise SessionLost(gap)
-        if held.num_waiting >= 2 * WINDOW:  # enough for steps that are sent again
-            raise ProtocolError(f"at most {2 * WINDOW} steps of a session may wait here, got another one")
-        held.num_waiting += 1
+        held.waiting[step.number] += 1
         try:
             # Computing may take long, but a step that was overtaken must come soon.
             async with asyncio.timeout(self._limits.silence_timeout if step.number > held.taken + 1 else None):
@@ -204,7 +204,7 @@ class SessionHandlers:
         except TimeoutError:
             raise SessionLost(gap) from None
         finally:
-            held.num_waiting -= 1
+            held.waiting -= Counter((step.number,))
         if not self._has(held):
             raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} came to its turn")
 

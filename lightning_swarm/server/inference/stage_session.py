@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ class StageSession:
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     replaying: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while another server gets all outputs
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `taken` or `done` has grown
-    num_waiting: int = 0  # received steps that wait for earlier steps
+    waiting: Counter[int] = field(default_factory=Counter)  # numbers of received steps that wait for earlier steps
     num_repeated: int = 0  # outputs that are being sent again
 
     def follow(self, attempt: int, route: list[PeerId], resume: int) -> None:
