@@ -52,6 +52,7 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def _forgets() -> Any:
+    torch._dynamo.reset()  # of graphs that tests of other files compiled
     yield
     torch._dynamo.reset()
 

@@ -88,7 +88,7 @@ def test_a_joiner_tells_wrong_ports_hosts_and_ids_apart(skewed_peer: Address, ca
             f"127.0.0.1:{free}/{own}": "its machine refuses the connection ([Errno 111] Connection refused). Check",
             f"127.0.0.1:{taken}/{own}": "the program that listens there is not a peer. Check the port: another",
             f"nobody.invalid:31337/{own}": "its name does not resolve",
-            f"{skewed_peer.host_port}/{NOBODY}": f"listens at that address (it answers as {own}). Copy the address again",
+            f"{skewed_peer.host_port}/{NOBODY}": f"listens at that address (it answers as {own}). Copy the address",
         }
         for address, said in wrong.items():
             config = SwarmStrategy(num_stages=2, initial_peers=address).config

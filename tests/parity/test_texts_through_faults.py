@@ -28,7 +28,7 @@ from tests.served import LIMITS, ServedSwarm, bytes_tokenizer, make_model
 
 NUM_NEW, CANCELLED = 60, 5
 # Bytes of a server, of which the caches of all texts need half, with one server left in stage 0.
-SESSION_BYTES = {"float64": 4 << 20, "nf4": 8 << 20}
+SESSION_BYTES = {"float64": 4 << 20, "nf4": 6 << 20}
 KEPT_BYTES = 1 << 20  # of the client
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

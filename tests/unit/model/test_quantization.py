@@ -100,7 +100,7 @@ print(sum(tensor.nbytes for tensor in stage.named_stage_tensors().values()))
 @pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit a process's data")
 def test_weights_that_are_larger_than_the_memory_are_loaded_quantised(tmp_path: Path) -> None:
-    """A process that may take 60 % of the plain weights' bytes holds them in NF4: no more than a weight is plain."""
+    """A process that may take 70 % of the plain weights' bytes holds them in NF4: no more than a weight is plain."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=768, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8
@@ -111,7 +111,7 @@ def test_weights_that_are_larger_than_the_memory_are_loaded_quantised(tmp_path: 
     assert size > 100e6
 
     def load(kind: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", LOADING, str(tmp_path), kind, str(size * 6 // 10)]
+        command = [sys.executable, "-c", LOADING, str(tmp_path), kind, str(size * 7 // 10)]
         # Each further thread would take a stack and a heap of its own from the limit.
         alone = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
