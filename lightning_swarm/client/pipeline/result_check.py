@@ -28,11 +28,15 @@ Forwards: TypeAlias = "Callable[[Sequence[MicrobatchRun]], Coroutine[Any, Any, l
 
 
 class ResultCheck:
-    """Trusts all servers; subclasses trust them less."""
+    """Trusts all servers; a subclass trusts them less.
+
+    A pipeline asks it which peer decides in doubt, how to route by reported times, whom to blame for a refused call,
+    what to report of a result to the coordinator as evidence, and how to open results.
+    """
 
     @property
     def by_referee(self) -> Forwards | None:
-        """Forwards by the peer whose own computation decides in doubt; None: there is no doubt."""
+        """Forwards by the peer whose own computation decides in doubt; None if no server is doubted."""
         return None
 
     def expected(self, router: StageRouter, charge: PeerCharge) -> tuple[float, float]:
@@ -40,20 +44,20 @@ class ResultCheck:
         return charge.expected_s, router.peers[charge.peer].queued
 
     def suspect(self, stage: int, direction: Direction, last_stage: int) -> int | None:
-        """Return the stage whose result may be wrong if all servers of `stage` refuse a call; None: the call is."""
+        """Return the stage whose result is to blame if all servers of `stage` refuse a call; None: the call is."""
         return None
 
     async def received(
         self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
     ) -> GivenResult | None:
-        """Return the record of a result that only this trainer received; None: it is not recorded.
+        """Return what this trainer reports of a result that only it received; None: nothing.
 
-        Raises `PeerError` if the gradients of a microbatch's inputs have another form than the inputs.
+        A subclass may refuse gradients of a microbatch's inputs, by `PeerError`.
         """
         return None
 
     def opened_all(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
-        """Open the results of a call's forwards. Results of wrong forms may be computed anew."""
+        """Open the results of a call's forwards. A subclass may replace results of wrong forms."""
         return [opened(result, factory.config) for result in results]
 
 

@@ -35,7 +35,7 @@ class ExaminedStep:
         return {first for unit, claims in self.claims.items() if unit.peer == peer for first, _, _ in claims}
 
     def sharing_with(self, units: Collection[Unit]) -> set[Unit]:
-        """Return the units of other stages that computed microbatches of these units."""
+        """Return the units that computed microbatches of these units at other stages than one of them."""
         stages = {unit.stage_index for unit in units}
         receipts = {receipt for unit in units for receipt in self.claims[unit]}
         return {

@@ -50,7 +50,7 @@ class PrefixDigests:
         self.by_received[received] = number, sent
 
     def upto(self, number: int) -> PrefixDigests:
-        """Return the digests of the steps up to `number`."""
+        """Return the digests of the steps up to `number`, which include the first step."""
         kept = {received: entry for received, entry in self.by_received.items() if entry[0] <= number}
         received = next(reversed(kept))
         return PrefixDigests(received, kept[received][1], kept)

@@ -182,7 +182,7 @@ class _LowRank:
     dropout: float
 
     def of(self, hidden: Tensor) -> Tensor:
-        """Return the product for a layer's output."""
+        """Return the product for a layer's input."""
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return F.linear(F.linear(hidden, self.down), self.up) * self.scaling
