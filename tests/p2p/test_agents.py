@@ -23,6 +23,7 @@ from lightning_swarm.serving.tool_calls import tool_use
 from tests.p2p.agents import GREEDY, NUM_TURNS, SAMPLED, Agent, Turn, agent_tokenizer, make_agent_model
 from tests.p2p.processes import free_port
 from tests.p2p.test_serving import TEXTS, Servers
+from tests.p2p.warm import wait_until
 
 # Cold starts of peers in this file: none; all are forked from a process that has imported everything.
 pytestmark = [
@@ -50,6 +51,8 @@ class Swarm(Servers):
         for name in "abcd":
             self.start(name, "--stages", 2, "--weights", self.folder, "--stay", *self.half)
         self.begin_endpoint()
+        # The first server looks for others every few seconds.
+        wait_until(lambda: len(self.of_stage(0) + self.of_stage(1)) == 4, "not all servers were found")
 
     def begin_endpoint(self, *options: object) -> None:
         endpoint = self.command("http", "http", f"small={self.address}", "--port", self.port, *options)
