@@ -1,4 +1,4 @@
-"""Sends what is due to a peer in the same moment in one message, such as the steps of several texts."""
+"""Sends records that are due to a peer at the same moment, such as several texts' steps, in one message."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Parcel(Generic[_R, _A]):
 
 
 class Outbox(Generic[_R, _A]):
-    """Collects records in a tick of the event loop, and sends those to the same peer in one message."""
+    """Collects records in a tick of the event loop, and sends all records of a peer in one message."""
 
     def __init__(self, send: Callable[[PeerId, list[_R], list[Tensor]], Awaitable[Sequence[_A]]]) -> None:
         self._send: Callable[[PeerId, list[_R], list[Tensor]], Awaitable[Sequence[_A]]] = send  # an answer for each

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_swarm.model.inference.attention_cache import CacheHandle, is_cache
 from lightning_swarm.network import PeerId
 from lightning_swarm.serving.blocks import TextInProgress
-from lightning_swarm.serving.prefixes import TextPrefixes, can_begin_with_prefix
+from lightning_swarm.serving.prefixes import TextPrefixes, call_options, can_begin_with_prefix
 from lightning_swarm.serving.sampling import TextSampler
 
 _HANDLED = ("MaxLengthCriteria", "EosTokenCriteria")  # stopping criteria that `GrowingText.add` checks itself
@@ -32,7 +32,7 @@ class TextListener(Protocol):
         """Whether the text is no longer wanted."""
 
     def begin(self) -> None:
-        """Do what precedes the text's first step."""
+        """Prepare the text's first step."""
 
     def add(self, token: int, logits: Tensor | None) -> None:
         """Receive a token, with its logits ``[tokens]`` if the sampler keeps them."""
@@ -100,18 +100,12 @@ class GrowingText:
 
     def _begun(self) -> dict[str, Any]:
         """Return the cache of a prefix that servers keep, if any, as an option of `generate`."""
-        client, options, config = getattr(self._outer, "swarm", None), self._options, self._outer.generation_config
-        given = {**self._given, **options}
-        if (
-            client is None
-            or self.is_exact
-            or not can_begin_with_prefix(
-                self._outer, given["input_ids"], lambda name: given.get(name, getattr(config, name, None)), {*given}
-            )
-        ):
+        client, options = getattr(self._outer, "swarm", None), {**self._given, **self._options}
+        prompt, option = call_options(self._outer, (), options)
+        if client is None or self.is_exact or not can_begin_with_prefix(self._outer, prompt, option, {*options}):
             return {}
         self._prefixes, text = client.prefixes, TextInProgress(self._scope)
-        found: dict[str, Any] = client.prefixes.begin(given["input_ids"], text)
+        found: dict[str, Any] = client.prefixes.begin(prompt, text)
         self.num_fed = self.listener.num_cached = text.num_kept_tokens
         return found
 

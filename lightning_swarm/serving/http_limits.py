@@ -1,4 +1,4 @@
-"""Limits of the HTTP endpoint, so that one client can neither exhaust its memory nor keep all other clients waiting."""
+"""Limits of the HTTP endpoint: no client can exhaust its memory, or block its thread pools for all clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lightning_swarm.serving.http_access import client_of
 from lightning_swarm.serving.http_fields import RequestError
 
 MAX_BODY_BYTES: Final = 4 << 20
-_BODY_S, _BODY_BYTES_PER_S = 10.0, 64 << 10  # a body must arrive within seconds, and more for each of its bytes
+# A body must arrive within `_BODY_S` seconds, and a second more for each `_BODY_BYTES_PER_S` bytes that have arrived.
+_BODY_S, _BODY_BYTES_PER_S = 10.0, 64 << 10
 _SMALL_BODY_BYTES: Final = 64 << 10
 _MAX_BODY_BYTES_IN_ALL: Final = 64 << 20
 _GRAMMAR_S: Final = 30.0  # seconds within which a grammar must be compiled
@@ -38,7 +39,8 @@ class Budget:
     def share(self, client: str) -> Iterator[_Grow]:
         """Hold a share until the context ends. The yielded function enlarges it, or raises RequestError.
 
-        Large amounts may not use the last quarter, and those of one client never more than they leave to others.
+        Large amounts may not use the last quarter. A client's large amounts may use at most half of the rest that the
+        large amounts of other clients leave.
         """
         total = large = 0
 
@@ -69,7 +71,7 @@ class RequestLimits:
         # Tokenizing a long prompt takes seconds. On the common threads it would delay all short prompts.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="long-prompts")
         self._grammars = ThreadPoolExecutor(2, thread_name_prefix="grammars")
-        # Locks of each client and pool: one client's long prompts and grammars never fill the line before a pool.
+        # A lock for each client and pool: at most one of a client's long prompts or grammars is in a pool's queue.
         self._turns = WeakValueDictionary[tuple[object, object], asyncio.Lock]()
 
     async def body(self, request: Any, held: ExitStack) -> bytes:
@@ -108,7 +110,7 @@ class RequestLimits:
             return await loop.run_in_executor(self._long_prompts, tokenize)
 
     async def compiled(self, client: str, compile_grammar: Callable[[], _T]) -> _T:
-        """Compile a grammar on a thread. A few are compiled at once; the others wait, but not for long."""
+        """Compile a grammar on one of a few threads, within `_GRAMMAR_S` seconds."""
         try:
             async with asyncio.timeout(_GRAMMAR_S), self._turn(client, self._grammars):
                 return await asyncio.get_running_loop().run_in_executor(self._grammars, compile_grammar)

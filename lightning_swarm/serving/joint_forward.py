@@ -40,7 +40,7 @@ class JointForward:
 
     def __init__(self, blocks: ServedBlocks | None) -> None:
         self._blocks = blocks
-        self._verdicts: dict[Any, bool] = {}  # kind of steps -> whether one forward is equal to separate ones
+        self._verdicts: dict[Any, bool] = {}  # kind of steps -> whether a joint forward equals separate forwards
 
     def group(self, due: Sequence[GrowingText], most: int) -> tuple[list[GrowingText], bool]:
         """Return the texts that share a forward with the first one, at most `most`, and whether it can share none."""
@@ -106,7 +106,7 @@ class JointForward:
         return logits, errors
 
     def finish(self, text: GrowingText, delayed: Delayed) -> Tensor:
-        """Wait for a text's step that other texts have not waited for; return its logits ``[tokens]``."""
+        """Wait for a delayed step of a text; return its logits ``[tokens]``."""
         assert self._blocks is not None
         with self._blocks.computed_by(lambda *_: delayed.wait()):
             return text.step()

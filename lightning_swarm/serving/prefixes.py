@@ -1,9 +1,9 @@
-"""Prefixes of a client's texts: a prompt whose beginning the servers keep pays for its other tokens alone."""
+"""Begins a client's texts with prefixes that the servers keep, so that only the rest of a prompt is computed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from lightning_swarm.serving.model_traits import has_own_prompt, positions_depen
 PREFILL_CHUNK: Final = 256
 """Tokens of each row in a step of a long prompt. Clients share prefixes of whole chunks."""
 
-# Arguments of `generate`, beside those of its config, that do not change what the blocks compute.
+# Arguments of `generate` outside its config that do not change the blocks' computation.
 _HARMLESS: Final = {
     "input_ids",
     "inputs",
@@ -32,13 +32,27 @@ _HARMLESS: Final = {
 }
 
 
+def call_options(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
+    """Return the prompt of a call of `generate`, and a function that returns the call's option of a name."""
+    prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
+    config = options.get("generation_config") or (args[1] if len(args) > 1 else None)
+
+    def chosen(name: str) -> Any:
+        if name in options:
+            return options[name]
+        found = getattr(config, name, None)
+        return getattr(model.generation_config, name, None) if found is None else found  # as Hugging Face does
+
+    return prompt, chosen
+
+
 def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any], options: Collection[str]) -> bool:
     """Return whether a call of `generate` writes one plain text without drafts; see `is_plain_text`."""
     return not chosen("prompt_lookup_num_tokens") and is_plain_text(model, prompt, chosen, options)
 
 
 def is_plain_text(model: Any, prompt: Any, chosen: Callable[[str], Any], options: Collection[str]) -> bool:
-    """Return whether a call of `generate` writes one text, whose tokens determine what servers compute.
+    """Return whether a call of `generate` writes one text, whose tokens alone determine the servers' computation.
 
     `chosen` returns an option by name, and `options` are the names of those that the call itself has.
     """

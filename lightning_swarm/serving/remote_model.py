@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from lightning_swarm.serving.blocks import ServedBlocks
 from lightning_swarm.serving.directory import ModelDirectory, read_card
 from lightning_swarm.serving.model_guards import refuse_changes
 from lightning_swarm.serving.model_traits import has_own_prompt, positions_depend_on_length
-from lightning_swarm.serving.prefixes import PREFILL_CHUNK, TextPrefixes, can_begin_with_prefix
+from lightning_swarm.serving.prefixes import PREFILL_CHUNK, TextPrefixes, call_options, can_begin_with_prefix
 from lightning_swarm.serving.routes import ServedRoutes
-from lightning_swarm.serving.speculation import speculation_for
+from lightning_swarm.serving.speculation import DRAFT_OPTIONS, speculation_for
 from lightning_swarm.serving.tuning_client import AdaptedBlocks
 
 
@@ -317,7 +317,7 @@ def _wrapped_generate(model: Any, served: ServedBlocks, generate: Callable[..., 
 
     @functools.wraps(generate)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        prompt, option = _call_options(model, args, kwargs)
+        prompt, option = call_options(model, args, kwargs)
         ahead = speculation_for(model, served, prompt, option, args, kwargs, step_tokens=step_tokens(model))
         options = {**kwargs, **_chunk_options(model, prompt, option, has_drafts=ahead is None)}
         with served.writing() as text:
@@ -333,24 +333,9 @@ def _wrapped_generate(model: Any, served: ServedBlocks, generate: Callable[..., 
     return wrapped
 
 
-def _call_options(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
-    """Return the prompt of a call of `generate`, and a function that returns the call's option of a name."""
-    prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
-    config = options.get("generation_config") or (args[1] if len(args) > 1 else None)
-
-    def chosen(name: str) -> Any:
-        if name in options:
-            return options[name]
-        found = getattr(config, name, None)
-        return getattr(model.generation_config, name, None) if found is None else found  # as Hugging Face does
-
-    return prompt, chosen
-
-
 def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any], *, has_drafts: bool) -> dict[str, int]:
     """Return the options that cut a prompt which is too long for one step; Hugging Face's own drafts forbid that."""
-    drafts = ("prompt_lookup_num_tokens", "assistant_model") if has_drafts else ()
-    conflicting = map(option, ("prefill_chunk_size", *drafts))
+    conflicting = map(option, ("prefill_chunk_size", *(DRAFT_OPTIONS if has_drafts else ())))
     if not isinstance(prompt, torch.Tensor) or any(conflicting) or option("use_cache") is False:
         return {}
     num_rows = len(prompt) * max(option("num_beams") or 1, option("num_return_sequences") or 1)

@@ -30,8 +30,10 @@ from lightning_swarm.serving.blocks import Recorded, ServedBlocks
 from lightning_swarm.serving.draft_policy import MOST_CHUNKS, DraftPolicy
 from lightning_swarm.serving.prefixes import is_plain_text
 
-_DRAFTS: Final = ("assistant_model", "prompt_lookup_num_tokens")  # options of `generate` that ask for drafts
-# Options with which `generate` verifies drafts in ways of its own, or chooses other tokens than without drafts.
+DRAFT_OPTIONS: Final = ("assistant_model", "prompt_lookup_num_tokens")
+"""Options of `generate` that ask for drafts."""
+
+# With these options `generate` verifies drafts in its own way, or chooses other tokens than without drafts.
 _OWN_WAYS: Final = (
     "assistant_early_exit",
     "assistant_ensemble_weight",
@@ -54,7 +56,6 @@ class _Chunk:
 
     sent: SentStep
     sent_s: float
-    num_tokens: int
     output: Any = None  # once received
 
 
@@ -89,14 +90,14 @@ class Speculation:
         self._cache: Any = None  # the text's, which counts the tokens that the text has reached
         self._ahead: deque[_Ahead] = deque()
         self._has_ended = False  # the draft foresees no more
-        self._records = False  # whether the caches keep what leaves their windows
+        self._records = False  # whether the caches keep keys and values that leave their windows
         self._returned_s: float | None = None  # time of the last call's end
         self._received_s = 0.0  # time of the newest output
         self._takes_position = "position_ids" in inspect.signature(model.forward).parameters
 
     def write(self, generate: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Call the model's `generate` with these options, without its own drafts."""
-        own = {name: value for name, value in options.items() if name not in _DRAFTS}
+        own = {name: value for name, value in options.items() if name not in DRAFT_OPTIONS}
         config = own.pop("generation_config", None) or (args[1] if len(args) > 1 else None)
         if config is not None:
             config = copy.deepcopy(config)
@@ -207,7 +208,7 @@ class Speculation:
         self._add(tokens, *sent)
 
     def _add(self, tokens: Sequence[int], sent: SentStep) -> None:
-        chunk = _Chunk(sent, time.perf_counter(), len(tokens))
+        chunk = _Chunk(sent, time.perf_counter())
         self._ahead.extend(_Ahead(token, chunk, index) for index, token in enumerate(tokens))
 
     def _take(self) -> Any:
@@ -319,7 +320,7 @@ def _assisted(
         nonlocal before
         cache = generator.assistant_kwargs.get("past_key_values")
         num_same = num_common(before, tokens[0])
-        # After tokens without a call, Hugging Face would keep those of the last draft, which may be wrong.
+        # After tokens without a call, Hugging Face would keep the last draft's tokens, which may be wrong.
         if cache is not None and num_same < min(cache.get_seq_length(), tokens.shape[1] - 2):
             cache.crop(num_same - cache.get_seq_length())
         found = draft(tokens, count)

@@ -24,6 +24,11 @@ NUM_NEW = 24
 FAMILIES = ("llama", "gpt2", "gemma3", "bloom")  # unlike positions, windows and outputs of blocks
 
 
+def num_under_way(session: InferenceSession) -> int:
+    """Return the number of steps whose outputs have not come."""
+    return session.num_steps - session._newest_output
+
+
 class Swarm:
     """A served model, its client, and what its texts sent ahead."""
 
@@ -40,7 +45,7 @@ class Swarm:
 
         def counted(session: InferenceSession, *args: Any) -> int:
             number = begin(session, *args)
-            self.most_under_way = max(self.most_under_way, session.num_under_way)
+            self.most_under_way = max(self.most_under_way, num_under_way(session))
             return number
 
         def noted(text: Speculation, *args: Any, **options: Any) -> None:
@@ -254,8 +259,8 @@ def test_no_death_of_a_server_with_chunks_under_way_changes_a_token(
 
     def strike(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Kill servers when several chunks are under way, as a stopping criterion, which runs between forwards."""
-        if not killed and input_ids.shape[1] > PROMPT.shape[1] + 3 and swarm.session.num_under_way > 2:
-            killed.append(swarm.session.num_under_way)
+        if not killed and input_ids.shape[1] > PROMPT.shape[1] + 3 and num_under_way(swarm.session) > 2:
+            killed.append(num_under_way(swarm.session))
             for name in victims:
                 swarm.served.network.kill(PeerId(name))
         return torch.zeros(1, dtype=torch.bool)

@@ -76,10 +76,11 @@ def test_no_token_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weigh
     model.save_pretrained(tmp_path)
     evicted, make_room = list[int](), SessionHandlers._make_room
 
-    def counted(handlers: SessionHandlers, **options: Any) -> None:
+    def counted(handlers: SessionHandlers, **options: Any) -> int:
         before = handlers._used_bytes()
-        make_room(handlers, **options)
+        excess = make_room(handlers, **options)
         evicted.append(before - handlers._used_bytes())
+        return excess
 
     monkeypatch.setattr(SessionHandlers, "_make_room", counted)
     with closing(ServedSwarm(tmp_path, num_stages=2)) as swarm:

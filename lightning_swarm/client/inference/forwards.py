@@ -111,7 +111,7 @@ class SessionForwards:
         return self._received(found.output, sent.cache)
 
     def grow(self, cache: Any, length: int) -> None:
-        """Extend the lengths of a text's cache by tokens of one row that were sent."""
+        """Extend the lengths of a text's cache by tokens of one row that the servers have or will have."""
         CacheHandle.bound_to(cache).grow(cache, rows=1, length=length, num_layers=self._num_blocks)
 
     @contextlib.contextmanager
@@ -203,7 +203,7 @@ class SessionForwards:
         handle = CacheHandle.of(cache)
         self._bind(session, cache, handle)
         length = sum(one.num_tokens for one in session.log)
-        handle.grow(cache, rows=1, length=length, num_layers=self._num_blocks)
+        self.grow(cache, length)
         return cache, length
 
     def _bind(self, session: InferenceSession, cache: Any, handle: CacheHandle) -> None:

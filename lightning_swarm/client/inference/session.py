@@ -174,15 +174,10 @@ class InferenceSession:
         del self._log[num_kept:]
 
     @property
-    def num_under_way(self) -> int:
-        """The number of steps whose outputs have not come."""
-        return self.num_steps - self._newest_output
-
-    @property
     def _first_missing(self) -> int:
         """The first step that may not have come through, or whose output may be lost."""
         missing = [number for number, result in self._due.items() if not result.done()]
-        return min(*missing, self._newest_output + 1) if missing else self._newest_output + 1
+        return min([*missing, self._newest_output + 1])
 
     def has_result(self, number: int) -> bool:
         """Return whether a step's result has come and was not taken yet. Safe from any thread."""

@@ -75,7 +75,7 @@ class InferenceSessions:
             raise ProtocolError(f"{caller} is no server of a session of this client")
 
     async def _handle_outputs(self, caller: PeerId, request: SessionOutputs, message: Message) -> None:
-        """Accept outputs of several sessions; an error concerns one of them, and is raised after the others' turn."""
+        """Accept outputs of several sessions; an error concerns one session, and is raised when all are handled."""
         ends = list(accumulate(output.num_tensors for output in request.outputs))
         if ends[-1] != len(message.tensors):
             raise ProtocolError(f"outputs with {ends[-1]} tensors came with {len(message.tensors)}")

@@ -30,8 +30,8 @@ Forwards: TypeAlias = "Callable[[Sequence[MicrobatchRun]], Coroutine[Any, Any, l
 class ResultCheck:
     """Trusts all servers; a subclass trusts them less.
 
-    A pipeline asks it which peer decides in doubt, how to route by reported times, whom to blame for a refused call,
-    what to report of a result to the coordinator as evidence, and how to open results.
+    A pipeline asks it for the peer that decides in doubt, the times to route by, the stage to blame for a refused call,
+    the evidence of a result for the coordinator, and the contents of results.
     """
 
     @property
@@ -50,7 +50,7 @@ class ResultCheck:
     async def received(
         self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
     ) -> GivenResult | None:
-        """Return what this trainer reports of a result that only it received; None: nothing.
+        """Return the evidence of a result that only this trainer received; None: it reports none.
 
         A subclass may refuse gradients of a microbatch's inputs, by `PeerError`.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NoReturn
 
 from msgspec.structs import replace as replaced
 
@@ -173,8 +173,7 @@ class StageCalls:
             del self._sent[stage, "forward"]
             return False
         except SwarmError as error:
-            self._blame(stage, now.peer, "forward", error)
-            raise
+            self._raise_for(stage, now.peer, "forward", error)
         return True
 
     async def send_backward(self, stage: int, *, recompute: bool = False) -> None:
@@ -200,8 +199,7 @@ class StageCalls:
         try:
             await self.context.send(now.peer, BACKWARD, request, tensors)
         except SwarmError as error:
-            self._blame(stage, now.peer, "backward", error)
-            raise
+            self._raise_for(stage, now.peer, "backward", error)
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
         """Cancel a call; True if that is too late, because the gradient is in the peer's sum."""
@@ -211,8 +209,7 @@ class StageCalls:
         try:
             return (await self.context.send(peer, CANCEL, request)).added
         except SwarmError as error:
-            self._blame(stage, peer, direction, error)
-            raise
+            self._raise_for(stage, peer, direction, error)
 
     async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Cancel a call whose input now comes from another peer; its peer would take the new call for a repetition."""
@@ -232,8 +229,7 @@ class StageCalls:
             with AnswersOf(ticket.peer_id):
                 return decode(await self.context.tickets.wait(ticket, timeout=timeout), CallReport)
         except SwarmError as error:
-            self._blame(stage, ticket.peer_id, direction, error)
-            raise
+            self._raise_for(stage, ticket.peer_id, direction, error)
 
     async def fetch(self, stage: int, direction: Direction) -> tuple[Result, CallReport]:
         """Wait for a call's result and its report; a forward may take as long as all stages up to it."""
@@ -249,8 +245,7 @@ class StageCalls:
                     self.given[direction] = given
                 return result, decode(report, CallReport)
         except SwarmError as error:
-            self._blame(stage, ticket.peer_id, direction, error)
-            raise
+            self._raise_for(stage, ticket.peer_id, direction, error)
 
     async def receive_all(self) -> Collection[int]:
         """Wait for the receipt that comes last, which carries the others; settle the stages, and return them."""
@@ -300,20 +295,21 @@ class StageCalls:
             found = self._names[stage, direction] = name, key
         return found
 
-    def _blame(self, stage: int, peer: PeerId, direction: Direction, error: SwarmError) -> None:
-        """Raise the error to raise in place of a failure; return if that is the failure itself."""
+    def _raise_for(self, stage: int, peer: PeerId, direction: Direction, error: SwarmError) -> NoReturn:
+        """Raise a call's error, or the error for the peer that is at fault for it."""
         if isinstance(error, LeaseRevoked):
             if self.holders is not None:  # a replay may rightly come too late, without a fault of the peer
-                return
+                raise error
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
-                return
+                raise error
             # A peer's second report in this step that a batch was struck may be false, so another peer is tried.
             raise self._refused_by(stage, direction, Refusal(peer, error)) from error
         if isinstance(error, Refusal):
             raise self._refused_by(stage, direction, error) from error
         if isinstance(error, PeerError):
             raise StageCallFailed(stage, peer, error) from error
+        raise error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
         """Return the error to raise for a refusal: the server's own error only if no other server could do better."""

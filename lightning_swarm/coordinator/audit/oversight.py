@@ -1,4 +1,4 @@
-"""The oversight of an audited run: it makes the audits of each step, and remembers what earlier steps' audits found."""
+"""The oversight of an audited run: it makes the audits of each step, and remembers the findings of earlier steps."""
 
 from __future__ import annotations
 

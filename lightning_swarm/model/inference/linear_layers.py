@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from time import thread_time  # processor time, because other programs may interrupt this one
+from time import thread_time  # processor time does not count interruptions
 from typing import Final
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 _ROWS: Final = 8
 _SIZE: Final = 2048  # inputs and outputs of the product that is timed; its weight exceeds a core's own cache
-_REPEATS: Final = 6  # the first ones are slow, because oneDNN makes its kernel
+_REPEATS: Final = 6  # oneDNN makes its kernel in the first few, which are slow
 _IS_JOINT: Final = ContextVar("_IS_JOINT", default=False)
 
 
@@ -33,7 +33,7 @@ def use_onednn(modules: Iterable[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def joint_step() -> Iterator[None]:
-    """Compute a forward of several texts, whose rounding depends on the others in any case."""
+    """Inside, a forward is of several texts, so its rounding may differ from that of separate forwards."""
     token = _IS_JOINT.set(True)
     try:
         yield

@@ -235,10 +235,10 @@ class SessionHandlers:
         if held is None:
             if step.number != 1:
                 raise SessionLost(f"stage {stage.index} has no step of this session here, got step {step.number}")
-            self._make_room(num_more=1)
+            excess = self._make_room(num_more=1)
             if len(self._held) >= _MAX_SESSIONS:
                 raise Busy(f"{len(self._held)} sessions are open here, and no more may be")
-            if self._used_bytes() > self._limits.session_bytes:
+            if excess > 0:
                 raise Busy(
                     f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
                     "`Limits.session_bytes`, and all of them go on"
@@ -467,8 +467,7 @@ class SessionHandlers:
         if branch is None or key in self._held:
             return SessionBranched(number=0)
         self._held[key] = branch
-        self._make_room(but=branch)
-        if self._used_bytes() > self._limits.session_bytes or len(self._held) > _MAX_SESSIONS:
+        if self._make_room(but=branch) > 0 or len(self._held) > _MAX_SESSIONS:
             self._drop(key)
             return SessionBranched(number=0)
         self._forget_idle_soon()
@@ -481,16 +480,16 @@ class SessionHandlers:
 
     async def _make_room_for(self, held: StageSession) -> bool:
         """Make room for a session that has grown; if there is none, drop that session and return False."""
-        self._make_room(but=held)
-        if self._used_bytes() <= self._limits.session_bytes or len(self._held) == 1:
+        if self._make_room(but=held) <= 0 or len(self._held) == 1:
             return True
         await self._forget(held)
         return False
 
-    def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> None:
+    def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> int:
         """Drop prefixes, old outputs, and inactive sessions except `but`, until the rest and `num_more` sessions fit.
 
-        Begin with the least recently used session each time; sessions are dropped of the client that holds most.
+        Begin with the least recently used session each time; sessions are dropped of the client that holds most. Return
+        the bytes that are still too many; at most 0 if none are.
         """
         excess = self._used_bytes() - self._limits.session_bytes
         while len(self._prefixes) and (excess > 0 or len(self._prefixes) + len(self._held) + num_more > _MAX_SESSIONS):
@@ -498,7 +497,7 @@ class SessionHandlers:
             self._on_dropped(freed)
             excess -= freed
         if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
-            return
+            return excess
         for held in [*self._held.values()] if excess > 0 else ():
             if freed := held.drop_older():
                 self._on_dropped(freed)
@@ -510,9 +509,10 @@ class SessionHandlers:
             shares[held.client] += held.num_bytes + self._limits.session_bytes // _MAX_SESSIONS
         for key, held in sorted(self._held.items(), key=lambda item: -shares[item[1].client]):
             if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
-                return
+                break
             if held is not but and not held.goes_on:
                 excess -= self._drop(key)
+        return excess
 
     def _forget_idle_soon(self) -> None:
         if not self._forgetting:
