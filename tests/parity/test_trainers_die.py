@@ -262,6 +262,28 @@ def assert_right(seen: Seen, lead: Lead, *, tracks: bool = False) -> None:
         assert lead.lines.column(name) == num_samples
 
 
+def run_without_loss(method: str, *, is_heard: bool, num_records: int) -> tuple[Seen, Lead]:
+    """Freeze the victim at a report. Repeat the run if servers began a sum with its batch anew.
+
+    A server that was slow to answer is replaced, and both then hold the same microbatch. One of the sums begins anew,
+    and a frozen trainer cannot replay the batches in it. Such a batch is struck and runs again, which is right, too.
+    """
+    for _ in range(4):
+        seen, lead = run(
+            "before forward",
+            lambda seen: freeze_when_it_says(seen, method, is_heard=is_heard),
+            num_records=num_records,
+            past_its_own=True,
+        )
+        assert seen.said  # type: ignore[attr-defined]
+        assert not seen.errors
+        assert_right(seen, lead)
+        events = [event for peer in seen.peers for event in peer.events.newest if event.peer == VICTIM]
+        if not any(event.kind == "strike" and "computed again" in event.reason for event in events):
+            break
+    return seen, lead
+
+
 WHERE = pytest.mark.parametrize("where", ["before forward", "after forward", "before backward"])
 
 
@@ -302,17 +324,9 @@ def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> None:
     """After it thaws, the trainer does not run the batch again."""
-    seen, lead = run(
-        "before forward",
-        lambda seen: freeze_when_it_says(seen, ARMED.name, is_heard=True),
-        num_records=num_records,
-        past_its_own=True,
-    )
-    assert seen.said  # type: ignore[attr-defined]
-    assert not seen.errors
+    seen, _ = run_without_loss(ARMED.name, is_heard=True, num_records=num_records)
     (place,) = places(seen)
-    assert place in [one for step in seen.steps for one in step]
-    assert_right(seen, lead)
+    assert place in [counted for step in seen.steps for counted in step]
 
 
 @pytest.mark.thorough
@@ -332,17 +346,9 @@ def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: bool) -> None:
     """It was armed before, so it counts exactly once, whether the report was received or not."""
-    seen, lead = run(
-        "before forward",
-        lambda seen: freeze_when_it_says(seen, DONE.name, is_heard=is_heard),
-        num_records=2,
-        past_its_own=True,
-    )
-    assert seen.said  # type: ignore[attr-defined]
-    assert not seen.errors
+    seen, _ = run_without_loss(DONE.name, is_heard=is_heard, num_records=2)
     (place,) = places(seen)
-    assert place in [one for step in seen.steps for one in step]
-    assert_right(seen, lead)
+    assert place in [counted for step in seen.steps for counted in step]
 
 
 @pytest.mark.thorough
