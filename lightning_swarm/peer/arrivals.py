@@ -1,4 +1,4 @@
-"""Decides, on the peer that starts a run, which servers may be first members, and counts their invitations."""
+"""Decides, at the peer that starts a run, which servers may be first members, and counts uses of invitations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 3.0  # longest wait for the certificate of a peer, because any peer may announce itself
+_CERTIFICATE_TIMEOUT_S: Final = 3.0  # bounds the wait for each peer, because any peer may announce itself
 
 
 class KnownPeers(WireMessage, frozen=True):
@@ -48,7 +48,7 @@ class KnownPeers(WireMessage, frozen=True):
 
 
 def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
-    """Return a checkpoint's `KnownPeers` in plain values; None if the run takes any peer, and convicted none."""
+    """Return a checkpoint's `KnownPeers` in plain values; None if the run admits any peer and convicted none."""
     if isinstance(run.invitations, UnsetType) and not run.electorate.convicted:
         return None
     known = KnownPeers(bans, run.invitations, convictions(run.electorate.convicted))
@@ -58,13 +58,13 @@ def known_peers(run: RunState, bans: list[bytes]) -> dict[str, Any] | None:
 
 @dataclass(eq=False)
 class Arrivals:
-    """The choice of a generation's first members.
+    """Chooses a generation's first members.
 
-    It knows from older generations which invitations were used, which peers were keepers, and which were convicted.
+    It remembers from older generations which invitations were used, and which peers were keepers or convicted.
     """
 
     _transport: Transport
-    named: Collection[PeerId] = ()  # keepers by name, in a run in memory, which has no certificates
+    named_keepers: Collection[PeerId] = ()  # keepers of a run in memory, which has no certificates
     used: Used = UNSET  # invitations used in older generations
     keepers: Collection[PeerId] = ()  # keepers of older generations
     convicted: dict[PeerId, str] = field(default_factory=dict)  # peer -> reason, in older generations
@@ -74,50 +74,51 @@ class Arrivals:
     def restore(self, known: Any) -> None:
         """Begin with a checkpoint's known peers, so that used invitations, bans and convictions stay in force."""
         try:
-            found = msgspec.convert(known, KnownPeers)
-            check_used(found.invitations)
+            peers = msgspec.convert(known, KnownPeers)
+            check_used(peers.invitations)
         except (msgspec.ValidationError, ProtocolError) as error:
             raise ConfigError(
-                f"the checkpoint's entry `swarm_peers` must be as it was saved: {error}. Take another checkpoint, or "
+                f"the checkpoint's entry `swarm_peers` must be as it was saved: {error}. Use another checkpoint, or "
                 "remove the entry: then all invitations count anew, and no peer is banned or convicted."
             ) from error
-        self.used = found.invitations
-        self.convicted = convicted_after({}, found.convicted)
-        for signed in found.bans:
-            apply_received_ban(self._transport, signed)
+        self.used = peers.invitations
+        self.convicted = convicted_after({}, peers.convicted)
+        for signed_ban in peers.bans:
+            apply_received_ban(self._transport, signed_ban)
 
     async def invited(self, servers: Mapping[PeerId, ServerAnnouncement]) -> dict[PeerId, ServerAnnouncement]:
         """Return the servers that may be first members.
 
-        Their certificates permit the announced role, and they were not convicted. The invitation of a peer that did not
-        use it before is valid and has a use left. If the run takes any peer, return all servers that were not
-        convicted.
+        A server may be one if it was not convicted and its certificate permits the announced role. If it has never used
+        its invitation, the invitation must also be valid and have a use left. A run that admits any peer checks only
+        convictions.
         """
         self._warned &= servers.keys()
         for peer in sorted(servers.keys() & self.convicted.keys()):
             self._warn(peer, f"it was convicted: {printable(self.convicted[peer])}")
         servers = {peer: server for peer, server in servers.items() if peer not in self.convicted}
-        own = self._transport.permit_of(self._transport.peer_id)
-        if own is None:
+        me = self._transport.peer_id
+        own_permit = self._transport.permit_of(me)
+        if own_permit is None:
             return dict(servers)
-        used = self._after(self._transport.peer_id, own, () if isinstance(self.used, UnsetType) else self.used)
-        asked = sorted(servers.keys() - {self._transport.peer_id})
-        permits = await gather(self._permit_of(peer, servers[peer]) for peer in asked)
-        found = {peer: server for peer, server in servers.items() if peer == self._transport.peer_id}
-        for peer, permit in zip(asked, permits, strict=True):
+        used = self._after(me, own_permit, () if isinstance(self.used, UnsetType) else self.used)
+        others = sorted(servers.keys() - {me})
+        permits = await gather(self._permit_of(peer, servers[peer]) for peer in others)
+        accepted = {peer: server for peer, server in servers.items() if peer == me}
+        for peer, permit in zip(others, permits, strict=True):
             if permit is None:
                 continue
             if self._wall_s() >= permit.come_by_s and not came_before(used, peer):
                 self._warn(peer, "it comes for the first time, and its invitation has expired")
                 continue
             if not has_room(used, peer, invited_by(permit)):
-                run_is_full = f"{MAX_COUNTED} invited peers came to the run, which counts no more"
-                is_used_up = f"{permit.uses} other peers came by its invitation, which has no more uses"
+                run_is_full = f"{MAX_COUNTED} invited peers have joined, and the run counts no more"
+                is_used_up = f"all uses ({permit.uses}) of its invitation are taken by other peers"
                 self._warn(peer, run_is_full if is_full(used) else is_used_up)
                 continue
             used = self._after(peer, permit, used)
-            found[peer] = servers[peer]
-        return found
+            accepted[peer] = servers[peer]
+        return accepted
 
     def note_end(self, run: RunState) -> None:
         """Keep the used invitations, keepers and convictions of a generation that ends."""
@@ -125,7 +126,7 @@ class Arrivals:
         self.keepers = run.electorate.keepers or ()
 
     def keepers_among(self, me: PeerId, members: Iterable[PeerId]) -> list[PeerId]:
-        """Return the keepers of a run with strangers that begins: `me`, its starter, and certified first members.
+        """Return the keepers of a new run with strangers: `me`, its starter, and certified first members.
 
         Raises `ConfigError` if this peer's certificate is not a keeper's, because later joiners accept keepers alone.
         """
@@ -135,18 +136,19 @@ class Arrivals:
                 f"certificate, and the certificate of {me} has another role. Start the run where its owner's key is, "
                 "or with an invitation made with `lightning-swarm invite --role keeper`."
             )
-        new = [peer for peer in sorted(members) if peer in self.named or is_certified_keeper(self._transport, peer)]
+        named = self.named_keepers
+        new = [peer for peer in sorted(members) if peer in named or is_certified_keeper(self._transport, peer)]
         return list(dict.fromkeys([me, *self.keepers, *new]))  # includes departed keepers, which may return
 
     async def count(self, members: Iterable[PeerId]) -> UsedInvitations:
-        """Count a generation's first members, all of which `invited` has returned; UNSET if the run takes any peer."""
+        """Count first members, all of which `invited` returned, as uses of invitations; UNSET in a run for any peer."""
         if self._transport.permit_of(self._transport.peer_id) is None:
             return UNSET
         used = [] if isinstance(self.used, UnsetType) else list(self.used)
         for peer in sorted(set(members)):
             permit = await self._transport.certify(peer)
             if permit is None:
-                raise AccessDenied(f"the certificate of {peer} has just expired. Begin again without it.")
+                raise AccessDenied(f"the certificate of {peer} has just expired. Start again without that peer.")
             used = self._after(peer, permit, used)
         return used
 
@@ -157,10 +159,10 @@ class Arrivals:
         """Return a server's permit; None if it does not permit the announced role."""
         least = Role.TRAINER if server.trains else Role.SERVER
         try:
-            async with asyncio.timeout(_LOOK_S):  # a later answer is found by the next look
+            async with asyncio.timeout(_CERTIFICATE_TIMEOUT_S):  # `invited` is called again while servers are missing
                 permit = await self._transport.certify(peer)
         except (SwarmError, TimeoutError) as error:
-            self._warn(peer, str(error) or f"it shows no certificate within {_LOOK_S:g} s")
+            self._warn(peer, str(error) or f"it showed no certificate within {_CERTIFICATE_TIMEOUT_S:g} s")
             return None
         if permit is None or not permit.role.includes(least):
             self._warn(peer, f"its certificate is not of the role {least}")

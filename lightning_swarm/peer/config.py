@@ -78,7 +78,7 @@ class Trust:
         """Read the argument `trust`, and the deprecated arguments that are now its fields.
 
         Raises:
-            ConfigError: A field is unknown, or stands twice.
+            ConfigError: A field is unknown, or is set twice.
         """
         return _parse("trust", cls, given, "level", deprecated)
 
@@ -107,14 +107,14 @@ class Rebalancing:
         """Read the argument `rebalancing`, and the deprecated argument that is now its field.
 
         Raises:
-            ConfigError: A field is unknown, or stands twice.
+            ConfigError: A field is unknown, or is set twice.
         """
         return _parse("rebalancing", cls, given, "rule", deprecated)
 
 
 def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: Mapping[str, Any]) -> _R:
-    """Make a record of a user's argument: the record, its fields by name, or the value of its first field."""
-    # Each deprecated argument has the name of the field that takes its place, and the value None if it was not used.
+    """Make a record of a user's argument, which is the record, its fields by name, or the value of its first field."""
+    # `deprecated` has the values of arguments that are now fields, by field; None: the argument was not used.
     if isinstance(given, record):
         values = dict(vars(given))
     else:
@@ -124,14 +124,14 @@ def _parse(argument: str, record: type[_R], given: Any, first: str, deprecated: 
             continue
         if isinstance(given, (record, Mapping)):
             raise ConfigError(
-                f"the field `{name}` of `{record.__name__}` must not be set by another argument, too, got one beside "
-                f"`{argument}={given!r}`. Leave that argument out."
+                f"the field `{name}` of `{record.__name__}` must not also be set by its deprecated argument, got that "
+                f"beside `{argument}={given!r}`. Leave the deprecated argument out."
             )
         values[name] = value
     return record(**values)
 
 
-def _nearest(split: str) -> str:
+def _split_hint(split: str) -> str:
     near = difflib.get_close_matches(split, ("parameters", "time"), n=1)
     return f"Did you mean {near[0]!r}? " if near else f"Write [{split!r}] if a block has that name. "
 
@@ -186,7 +186,7 @@ class SwarmConfig:
         if isinstance(self.split, str) and self.split not in ("parameters", "time"):
             raise ConfigError(
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
-                f"got {self.split!r}. {_nearest(self.split)}Leave it out to balance by parameters."
+                f"got {self.split!r}. {_split_hint(self.split)}Leave it out to balance by parameters."
             )
         if self.boundary is not None:
             self._check_boundary()
@@ -249,16 +249,16 @@ class SwarmConfig:
             )
         if self.split == "time":
             raise ConfigError(
-                "with `deterministic=True` every run must cut the model alike, got split 'time', which measures. "
+                "with `deterministic=True` every run must cut the model alike, got split 'time', which measures times. "
                 "Leave `split` out, or name the blocks where stages begin."
             )
 
     def may_stay_uncut(self, num_devices: int) -> bool:
         """Return whether a run of this process, on this many devices, may leave the model uncut."""
-        # Settings of the cut ask for one, and so do several devices if only one of them reads data.
+        # A user who sets options of the cut wants one. Several devices need one if only one of them reads data.
         settings = self.settings
-        of_cut = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
-        if any(value is not None for value in of_cut) or self.split != "parameters":
+        for_cut = (self.pipeline, self.boundary, settings.microbatch_size, settings.audit_share, self.shared or None)
+        if any(value is not None for value in for_cut) or self.split != "parameters":
             return False
         return (self.num_stages or num_devices) == 1 and (
             self.role == "both" or (self.role, num_devices) == ("auto", 1)
@@ -267,28 +267,28 @@ class SwarmConfig:
     def needs_no_swarm(self, num_devices: int) -> bool:
         """Return whether this process trains alone, because no argument refers to other peers."""
         own = (self.role, self.run_id, self.listen, self.state_dict_type)
-        for_others = (
+        for_swarms = (
             *(self.initial_peers, self.announce, self.identity_path, self.preemption, self.offload_optimizer),
             *(self.trust, self.invite),
         )
-        # These settings have no meaning for a single process; any other setting asks for a swarm.
+        # A single process ignores the settings of moves; any other setting that differs from its default needs a swarm.
         moves = {name: getattr(self.settings, name) for name in ("rebalancing", "rebalance_interval")}
-        alone = RunSettings(target_batch_size=None, **moves)
-        return own == _DEFAULTS and not any(for_others) and self.settings == alone and self.may_stay_uncut(num_devices)
+        needs_swarm = self.settings != RunSettings(target_batch_size=None, **moves)
+        return own == _DEFAULTS and not any(for_swarms) and not needs_swarm and self.may_stay_uncut(num_devices)
 
     @property
     def is_local(self) -> bool:
-        """Return whether no other machine reaches this peer."""
+        """True if no other machine reaches this peer."""
         return all(address.is_loopback for address in (self.listen, *self.announce))
 
     @property
     def is_invited(self) -> bool:
-        """Return whether only peers with an invitation take part in the run."""
+        """True if only peers with an invitation take part in the run."""
         if self.trust is None:
             return self.invite is not None or not self.is_local
         return self.trust != "open"
 
     @property
     def only_serves(self) -> bool:
-        """Return whether this process trains nothing: it needs no data and never enters a loop."""
+        """True if this process trains nothing: it needs no data and never enters a loop."""
         return self.role == "server" or (self.role == "auto" and bool(self.initial_peers))

@@ -38,7 +38,7 @@ class ServerAnnouncement(WireMessage, frozen=True):
 
     boot_id: int
     addresses: list[str]
-    trains: bool = False  # its peer reads data, too
+    trains: bool = False  # its peer also reads data
     inherits: bool | UnsetType = UNSET  # its peer has data, and could lead the run if the lead died
     arithmetic: ShortText = ""  # the kind of machine; servers of one kind compute the same bits
 
@@ -60,13 +60,13 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
         rosters = [list(servers[index::num_stages]) for index in range(num_stages)]
     else:  # neighbouring stages for each server, so that few boundaries cross the network
         rosters = [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
-    # The first server, the starter's own if it serves, has the last stage: its outputs travel to the trainer and their
-    # gradients back, while the first stage's inputs, being data, travel one way only.
+    # The first server is the starter's own if it serves. It gets the last stage, whose outputs travel to the trainer
+    # and whose gradients travel back; the inputs of the first stage are data, and travel one way only.
     return rosters[::-1]
 
 
-def _num_trainers(found: Mapping[PeerId, ServerAnnouncement]) -> int:
-    return sum(server.trains for server in found.values())
+def _num_trainers(servers: Mapping[PeerId, ServerAnnouncement]) -> int:
+    return sum(server.trains for server in servers.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class WantedServers:
     """The servers that a run waits for before it begins."""
 
     num_servers: int
-    num_trainers: int  # the number of these servers that must read data, too
+    num_trainers: int  # how many of these servers must also read data
     among: Collection[PeerId] | None = None  # the only servers to accept; None accepts any
 
     def suffice(self, found: Mapping[PeerId, ServerAnnouncement]) -> bool:
@@ -82,7 +82,7 @@ class WantedServers:
         return len(found) >= self.num_servers and _num_trainers(found) >= self.num_trainers
 
 
-# Returns those of the announced servers that may be first members of the run.
+# Returns the servers, among the announced ones, that may be first members of the run.
 Invited = Callable[[Mapping[PeerId, ServerAnnouncement]], Awaitable[dict[PeerId, ServerAnnouncement]]]
 
 
@@ -93,17 +93,17 @@ class RunDirectory:
     directory: Directory
     transport: Transport  # this peer's
     run_id: str
-    only_keepers: bool = False  # only keepers are accepted as coordinators
+    only_keepers: bool = False  # accept only keepers as coordinators
     # Warnings already logged, because the same announcements are read again and again, even after a peer is gone.
     _warned_of: set[tuple[PeerId, int | str]] = field(default_factory=set, init=False)
-    _own: dict[str, bytes] = field(default_factory=dict, init=False)  # key -> this peer's announcement
+    _renewed: dict[str, bytes] = field(default_factory=dict, init=False)  # key -> this peer's announcement
 
     async def renew(self) -> None:
         """Announce the run and the server again, before they expire, for as long as this peer lives."""
         while True:
             await asyncio.sleep(_RENEW_EVERY_S)
-            for key in list(self._own):
-                value = self._own.get(key)  # read now, because it may have changed while another was renewed
+            for key in list(self._renewed):
+                value = self._renewed.get(key)  # may have changed or been withdrawn while another one was renewed
                 if value is None:
                     continue
                 try:
@@ -114,13 +114,13 @@ class RunDirectory:
     async def announce_run(self, coordinator: PeerId) -> None:
         """Announce the coordinator, which later servers ask to join the run."""
         key, value = f"{self.run_id}.run", encode(RunAnnouncement(coordinator=coordinator))
-        self._own[key] = value
+        self._renewed[key] = value
         try:
             await self._announce(key, value)
         except PeerError as error:
             text = "No peer can find this run in order to join it until it is announced again, in %g minutes: %s"
             _log.warning(text, _RENEW_EVERY_S / 60, shorten(str(error)))
-            _log.debug("In full: %s", printable(str(error)))
+            _log.debug("The full error: %s", printable(str(error)))
 
     async def announce_starter(self, *, timeout: float) -> None:
         """Announce that this program would begin a run."""
@@ -131,15 +131,15 @@ class RunDirectory:
         return sorted(await self._connect(await self._servers("starters")))
 
     async def find_runs(self) -> list[PeerId]:
-        """Return the coordinators of announced runs, which may be under way, and connect this peer to their servers."""
-        found = await self._read(f"{self.run_id}.run", RunAnnouncement)
-        if found:
-            await self._connect_to_living({run.coordinator for run in found.values()})
-        runs = sorted({run.coordinator for run in found.values()})
-        return await self._keepers_among(runs) if self.only_keepers else runs
+        """Return the coordinators of announced runs, which may be over by now; connect this peer to their servers."""
+        announcements = await self._read(f"{self.run_id}.run", RunAnnouncement)
+        coordinators = {run.coordinator for run in announcements.values()}
+        if coordinators:
+            await self._connect_to_living(coordinators)
+        return await self._keepers_among(sorted(coordinators)) if self.only_keepers else sorted(coordinators)
 
     async def _connect_to_living(self, coordinators: Collection[PeerId]) -> None:
-        """Connect to coordinators, and to the servers that one of them lists, or to all if none of them answers."""
+        """Connect to coordinators and to the servers that they list, or to all servers if no coordinator answers."""
         # Announcements outlive peers by up to an hour, and a joiner must not wait for dead peers.
         announced = await self.announced()
         first = {peer: server for peer, server in announced.items() if peer in coordinators}
@@ -152,15 +152,15 @@ class RunDirectory:
                 _log.info("%s lists no servers: %s", short_name(peer), shorten(str(error)))
                 return None
 
-        lists = [found for found in await gather(map(list_others, reached)) if found is not None]
+        lists = [listed for listed in await gather(map(list_others, reached)) if listed is not None]
         living = set().union(*lists) if lists else announced.keys()
         rest = {peer: server for peer, server in announced.items() if peer in living and peer not in first}
         await self._connect(rest, warns=False)
 
     async def withdraw(self) -> None:
         """Withdraw this server's announcements, so that other peers forget them before they expire."""
-        own = dict(self._own)
-        self._own.clear()  # stops the renewal
+        own = dict(self._renewed)
+        self._renewed.clear()  # stops the renewal
         for key, value in own.items():
             try:
                 await self.directory.announce(key, value, ttl_s=_NO_TIME_S)
@@ -168,7 +168,7 @@ class RunDirectory:
                 _log.info("The announcement could not be withdrawn: %s", shorten(str(error)))
 
     async def _keepers_among(self, peers: Sequence[PeerId]) -> list[PeerId]:
-        """Return the peers that show a keeper's certificate; all peers, if this peer has no certificate itself."""
+        """Return the peers that show a keeper's certificate, or all peers if this peer has no certificate itself."""
         if self.transport.permit_of(self.transport.peer_id) is None:
             return list(peers)
 
@@ -180,8 +180,8 @@ class RunDirectory:
                 return False
             return permit is not None and permit.role.includes(Role.KEEPER)
 
-        found = await gather(map(is_keeper, peers))
-        return [peer for peer, is_one in zip(peers, found, strict=True) if is_one]
+        are_keepers = await gather(map(is_keeper, peers))
+        return [peer for peer, keeps in zip(peers, are_keepers, strict=True) if keeps]
 
     async def announce(
         self,
@@ -203,35 +203,35 @@ class RunDirectory:
         )
         key, value = f"{self.run_id}.{among}", encode(peer)
         await self._publish(key, value, timeout=timeout)
-        self._own[key] = value
+        self._renewed[key] = value
 
-    async def announce_event(self, launch_id: str, what: str, value: bytes, *, timeout: float) -> None:
+    async def announce_event(self, launch_id: str, event: str, value: bytes, *, timeout: float) -> None:
         """At the starter: announce an event to the launch's other trainers, such as that `prepare_data` is done."""
-        await self._publish(self._event_key(launch_id, what), value, timeout=timeout)
+        await self._publish(self._event_key(launch_id, event), value, timeout=timeout)
 
-    async def await_event(self, launch_id: str, what: str, *, timeout: float, starter: PeerId | None = None) -> bytes:
-        """At another trainer: wait for an announcement, by the starter if it is known, or raise `DeadlineExceeded`."""
+    async def await_event(self, launch_id: str, event: str, *, timeout: float, starter: PeerId | None = None) -> bytes:
+        """At another trainer: wait for an event that the starter, or any peer if it is not known, announces."""
         deadline = now_s() + timeout
         while True:
-            found = await self.directory.read(self._event_key(launch_id, what))
-            event = found.get(starter) if starter is not None else next(iter(found.values()), None)
-            if event is not None:
-                return event
+            values = await self.directory.read(self._event_key(launch_id, event))
+            value = values.get(starter) if starter is not None else next(iter(values.values()), None)
+            if value is not None:
+                return value
             if now_s() > deadline:
                 raise DeadlineExceeded(
-                    f"the run's starter did not come to `{what}` within {timeout:g} s. Raise `Limits.lead_timeout`."
+                    f"the run's starter did not announce `{event}` within {timeout:g} s. Raise `Limits.lead_timeout`."
                 )
             await asyncio.sleep(_POLL_S)
 
-    def _event_key(self, launch_id: str, what: str) -> str:
-        """Return the directory's key of an event of this launch; an earlier run may have had the same run id."""
-        return f"{self.run_id}.{what}.{launch_id}"
+    def _event_key(self, launch_id: str, event: str) -> str:
+        """Return the directory's key for an event of this launch; an earlier run may have had the same run id."""
+        return f"{self.run_id}.{event}.{launch_id}"
 
     async def _announce(self, key: str, value: bytes) -> None:
         await self.directory.announce(key, value, ttl_s=ANNOUNCEMENT_TTL_S)
 
     async def _publish(self, key: str, value: bytes, *, timeout: float) -> None:
-        """Announce a value, and try again for `timeout` seconds while no peer stores the announcement."""
+        """Announce a value; retry for `timeout` seconds as long as no peer stores the announcement."""
         deadline = now_s() + timeout
         while True:
             try:
@@ -295,7 +295,7 @@ class RunDirectory:
             return True
 
         reached = await gather(reaches(peer, server) for peer, server in servers.items())
-        return {peer: servers[peer] for peer, ok in zip(servers, reached, strict=True) if ok}
+        return {peer: servers[peer] for peer, is_reached in zip(servers, reached, strict=True) if is_reached}
 
     async def known_standbys(self) -> set[PeerId]:
         """Return the servers that could lead the run if the lead died; some may be gone."""
@@ -306,34 +306,33 @@ class RunDirectory:
         return await self._servers("servers")
 
     async def _servers(self, among: str) -> dict[PeerId, ServerAnnouncement]:
-        """Return announcements of servers, except any with an address of another peer than its sender."""
-        found = await self._read(f"{self.run_id}.{among}", ServerAnnouncement)
-        own = {}
-        for peer, server in found.items():
+        """Return the announcements of servers, without those that name an address of another peer."""
+        valid = {}
+        for peer, server in (await self._read(f"{self.run_id}.{among}", ServerAnnouncement)).items():
             ids = {address.rpartition("/p2p/")[2] for address in server.addresses if "/p2p/" in address}
             if ids <= {peer}:
-                own[peer] = server
+                valid[peer] = server
             else:
-                error = ProtocolError(f"a peer announces its own addresses, got one of {min(ids - {peer})}")
-                self._warn_once("Ignored what %s announced: %s", peer, server.boot_id, error)
-        return own
+                error = ProtocolError(f"a peer may announce only its own addresses, got one of {min(ids - {peer})}")
+                self._warn_once("Ignored the announcement of %s: %s", peer, server.boot_id, error)
+        return valid
 
     async def _read(self, key: str, kind: type[_Announcement]) -> dict[PeerId, _Announcement]:
         """Return the well-formed announcements under a key, where any peer may publish anything."""
-        found = {}
+        announcements = {}
         for peer, value in (await self.directory.read(key)).items():
             try:
-                found[peer] = decode(value, kind)
+                announcements[peer] = decode(value, kind)
             except ProtocolError as error:
-                self._warn_once("Ignored what %s announced: %s", peer, key, error)
-        return found
+                self._warn_once("Ignored the announcement of %s: %s", peer, key, error)
+        return announcements
 
-    def _warn_once(self, text: str, peer: PeerId, life: int | str, error: SwarmError) -> None:
-        """Warn of a peer once in its `life`: its boot id, or the key of an announcement without boot id."""
-        if (peer, life) not in self._warned_of:
-            self._warned_of.add((peer, life))
+    def _warn_once(self, text: str, peer: PeerId, source: int | str, error: SwarmError) -> None:
+        """Warn of a peer once per `source`: its boot id, or the key of an announcement without boot id."""
+        if (peer, source) not in self._warned_of:
+            self._warned_of.add((peer, source))
             _log.warning(text, short_name(peer), shorten(str(error)))
-        _log.debug("In full, of %s: %s", printable(peer), printable(str(error)))
+        _log.debug("The full error of %s: %s", printable(peer), printable(str(error)))
 
 
 async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:
@@ -345,5 +344,5 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
 
 async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
     """Order all servers to roll back to the step of `request`, whose weights `scatter_weights` sends next."""
-    # Afterwards no server holds anything of an older generation, and all refuse its calls.
+    # Afterwards no server holds state of an older generation, and all servers refuse that generation's calls.
     await gather(RESTART.ask(transport, peer, request, timeout=timeout) for peer in run.servers)

@@ -1,4 +1,4 @@
-"""Ways into a run of invited peers: as its owner, by an invitation, or by a certificate that this peer has kept."""
+"""Ways into a run of invited peers: as its owner, by an invitation, or by the certificate of an earlier start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_swarm.trust.owner import OWN_STAY_S, Owner, owner_file
 _log = logging.getLogger(__name__)
 
 _NOTICE_S: Final = 86400.0  # time between the warning and the end of this peer's certificate
-_ASK_FOR_ANOTHER: Final = "Ask the run's owner for another one"
+_ASK_FOR_ANOTHER: Final = "Ask the run's owner for another invitation"
 _NAME_THE_FILE: Final = "Name the file that `lightning-swarm invite` wrote"
 
 
@@ -36,7 +36,7 @@ class Entry:
     run_id: str
     owner: PeerId  # the root of the run's certificates
     role: Role
-    proof: Owner | AnyInvitation  # the owner's key, an invitation, or a certificate, which `AnyInvitation` includes
+    proof: Owner | AnyInvitation  # the owner's key, an invitation, or a certificate (also an `AnyInvitation`)
     certificate_file: Path | None = None  # where the certificate is kept for the next start
     is_kept: bool = False  # `proof` is the certificate of an earlier start
 
@@ -68,15 +68,16 @@ class Entry:
             return
         if isinstance(self.proof, Certificate):
             raise ConfigError(
-                f"`devices` above 1 starts {num_children} more peers, which have to be invited, too, and this one "
-                "comes by an invitation for one peer, or by the certificate that it has kept. Give an invitation for "
-                "several (`lightning-swarm invite --uses N`) by `invite`, or use `devices=1`."
+                f"`devices` above 1 starts {num_children} more peers, which must be invited, too, got an invitation or "
+                "a kept certificate that admits only this peer. Name an invitation for several peers "
+                "(`lightning-swarm invite --uses N`) by `invite`, or use `devices=1`."
             )
         if isinstance(self.proof, SecretInvitation) and self.proof.invitation.uses <= num_children:
             uses = self.proof.invitation.uses
             raise ConfigError(
-                f"each of the {num_children + 1} peers that `devices` starts is a use of the invitation, which has "
-                f"{uses}. Ask the run's owner for one made with `--uses {num_children + 1}`, or use `devices={uses}`."
+                f"each of the {num_children + 1} peers that `devices` starts needs one use of the invitation, which "
+                f"has {uses}. Ask the run's owner for an invitation made with `--uses {num_children + 1}`, or use "
+                f"`devices={uses}`."
             )
 
     def _certificates_of_children(self, num_children: int) -> list[Path]:
@@ -85,7 +86,7 @@ class Entry:
         return [_certificate_file(further_identity(key, rank)) for rank in range(1, num_children + 1)]
 
     def invitation_for_children(self, num_children: int, *, train: bool, now_s: float) -> str | None:
-        """Return an invitation for the other peers of this machine; None: they have certificates of earlier starts."""
+        """Return an invitation for the other peers of this machine; None: they kept certificates of earlier starts."""
         if self.is_kept:
             return None
         if isinstance(self.proof, Owner):
@@ -97,18 +98,18 @@ class Entry:
 
 
 async def warn_before_end(expires_at_s: float) -> None:
-    """Warn a day before this peer's certificate ends at `expires_at_s`, in seconds since the epoch."""
+    """Warn a day before this peer's certificate expires, at `expires_at_s` in seconds since the epoch."""
     await asyncio.sleep(max(0.0, expires_at_s - _NOTICE_S - time.time()))
     _log.warning(
-        "This peer's certificate ends at %s UTC: from then on no peer of the run answers it. Ask its owner for a new "
-        "invitation (`lightning-swarm invite --for TIME`), and start this peer again with it before that.",
+        "This peer's certificate expires at %s UTC, and from then on no peer of the run answers it. Before that, ask "
+        "the run's owner for a new invitation (`lightning-swarm invite --for TIME`), and restart this peer with it.",
         f"{datetime.fromtimestamp(expires_at_s, UTC):%Y-%m-%d %H:%M}",
     )
 
 
 def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -> Entry | None:
-    """Choose this peer's entry to its run, or raise `ConfigError` before anything starts; None: any peer may come."""
-    # `folder` finds the folder of owners' keys, and is called only if needed, because some users have no folder.
+    """Choose this peer's entry to its run, or raise `ConfigError` before anything starts; None: any peer may join."""
+    # `folder` returns the folder of owners' keys. It is called only if needed, because it fails without a home folder.
     if not config.is_invited:
         return None
     kept_at = None if config.identity_path is None else _certificate_file(config.identity_path)
@@ -124,7 +125,7 @@ def entry_of(config: SwarmConfig, folder: Callable[[], Path], *, now_s: float) -
 
 
 def further_identity(identity_path: str, rank: int) -> str:
-    """Return the key file of a further peer of this machine, which is beside the first peer's key file."""
+    """Return the path of a further peer's key file, which is beside the key file of this machine's first peer."""
     return f"{identity_path}.{rank}"
 
 
@@ -134,22 +135,22 @@ def _certificate_file(identity_path: str) -> Path:
 
 def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, now_s: float) -> Entry:
     """Return the entry by the file `source`, or by a kept certificate if the file cannot be used any more."""
-    text, why = _text_of(Path(source))
-    found: AnyInvitation | None = None
+    text, problem = _text_of(Path(source))
+    invitation: AnyInvitation | None = None
     remedy = _NAME_THE_FILE
-    if why is None:
-        found = from_text(text, source)
-        _check_run(found, config, source)
-        why, remedy = _untimely(found, now_s=now_s), _another_or_clock(now_s)
-        if why is None:
-            _check_use(found, config, source)
-            return _entry(found, kept_at)
+    if problem is None:
+        invitation = from_text(text, source)
+        _check_run(invitation, config, source)
+        problem, remedy = _untimely(invitation, now_s=now_s), _another_or_clock(now_s)
+        if problem is None:
+            _check_use(invitation, config, source)
+            return _entry(invitation, kept_at)
     # A certificate may outlast its invitation, and a service restarts the peer by the same command.
-    kept = _kept_for(found, config, kept_at, now_s=now_s)
+    kept = _kept_for(invitation, config, kept_at, now_s=now_s)
     if kept is None:
-        refuse(source, why, remedy)
+        refuse(source, problem, remedy)
     _log.warning(
-        "This peer uses its certificate in %s, because the invitation in %s is unusable: %s.", kept_at, source, why
+        "This peer uses its certificate in %s, because the invitation in %s is unusable: %s.", kept_at, source, problem
     )
     return kept
 
@@ -157,16 +158,16 @@ def _entry_by_file(config: SwarmConfig, source: str, kept_at: Path | None, *, no
 def _kept_for(
     invitation: AnyInvitation | None, config: SwarmConfig, kept_at: Path | None, *, now_s: float
 ) -> Entry | None:
-    """Return the entry by the certificate of an earlier start, if it is valid and of the same owner's run."""
+    """Return the entry by the certificate of an earlier start; None if it is not valid, or of another owner's run."""
     if kept_at is None or not can_see_file(kept_at):
         return None
     try:
         kept = _entry_by_kept(config, kept_at, now_s=now_s)
     except ConfigError as error:
-        _log.info("The certificate that this peer has kept will not do, either: %s", error)
+        _log.info("The certificate of an earlier start cannot be used either: %s", error)
         return None
-    is_of_owner = invitation is None or invitation.invitation.owner == kept.owner
-    return kept if is_of_owner else None
+    is_same_owner = invitation is None or invitation.invitation.owner == kept.owner
+    return kept if is_same_owner else None
 
 
 def _entry_by_kept(config: SwarmConfig, kept_at: Path, *, now_s: float) -> Entry:
@@ -176,7 +177,7 @@ def _entry_by_kept(config: SwarmConfig, kept_at: Path, *, now_s: float) -> Entry
     _check_run(kept, config, source)
     _check_time(kept, source, now_s=now_s)
     _check_use(kept, config, source)
-    # If a user has put an invitation there, it has yet to be used, and the certificate replaces it.
+    # A user may have put an invitation there. It is not used yet, and the certificate that it grants replaces it.
     return replace(_entry(kept, kept_at), is_kept=isinstance(kept, Certificate))
 
 
@@ -194,12 +195,12 @@ def invitation_in(source: str, *, run_id: str) -> Invitation:
 
 
 def visitor_entry(source: str, *, now_s: float) -> Entry:
-    """Return the entry of a peer that joins no run: one that looks at it, or that uses its model."""
-    found = from_text(_read(Path(source), source), source)
-    if isinstance(found, Certificate):
+    """Return the entry of a peer that does not join the run, but looks at it or uses its model."""
+    invitation = from_text(_read(Path(source), source), source)
+    if isinstance(invitation, Certificate):
         refuse(source, "it was made for one peer, and a visitor has a new id each time", _ASK_FOR_ANOTHER)
-    _check_time(found, source, now_s=now_s)
-    return _entry(found, None)
+    _check_time(invitation, source, now_s=now_s)
+    return _entry(invitation, None)
 
 
 def _entry(proof: AnyInvitation, certificate_file: Path | None) -> Entry:
@@ -207,27 +208,27 @@ def _entry(proof: AnyInvitation, certificate_file: Path | None) -> Entry:
     return Entry(invitation.run_id, PeerId(invitation.owner), invitation.role, proof, certificate_file)
 
 
-def _check_run(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
-    if (problem := mismatch(found.invitation, run_id=config.run_id)) is not None:
-        refuse(source, problem, "Name the invitation to this run, or set `run_id` to the name of that one")
+def _check_run(proof: AnyInvitation, config: SwarmConfig, source: str) -> None:
+    if (problem := mismatch(proof.invitation, run_id=config.run_id)) is not None:
+        refuse(source, problem, "Name the invitation to this run, or set `run_id` to the name of that run")
 
 
-def _check_use(found: AnyInvitation, config: SwarmConfig, source: str) -> None:
+def _check_use(proof: AnyInvitation, config: SwarmConfig, source: str) -> None:
     """Refuse another peer's certificate, and a role that does not suffice for this peer's tasks."""
-    if isinstance(found, Certificate):
-        _check_own(found.peer, config, source)
+    if isinstance(proof, Certificate):
+        _check_own(proof.peer, config, source)
     needed = Role.SERVER if config.only_serves else Role.TRAINER
-    if not found.invitation.role.includes(needed):
-        own = "" if config.initial_peers else ". For a run of your own, leave out `invite` and SWARM_INVITE_FILE"
+    if not proof.invitation.role.includes(needed):
+        own_run = "" if config.initial_peers else ". For a run of your own, leave out `invite` and SWARM_INVITE_FILE"
         refuse(
             source,
-            f"it is for the role {found.invitation.role}, and this peer is to be a {needed}",
-            f"{_ASK_FOR_ANOTHER}, made with `--role {needed}`{own}",
+            f"it is for the role {proof.invitation.role}, and this peer needs the role {needed}",
+            f"{_ASK_FOR_ANOTHER}, made with `--role {needed}`{own_run}",
         )
 
 
-def _check_time(found: AnyInvitation, source: str, *, now_s: float) -> None:
-    if (problem := _untimely(found, now_s=now_s)) is not None:
+def _check_time(proof: AnyInvitation, source: str, *, now_s: float) -> None:
+    if (problem := _untimely(proof, now_s=now_s)) is not None:
         refuse(source, problem, _another_or_clock(now_s))
 
 
@@ -237,38 +238,38 @@ def _another_or_clock(now_s: float) -> str:
     return f"{_ASK_FOR_ANOTHER}; or set this machine's clock, if it is not {now} UTC"
 
 
-def _untimely(found: AnyInvitation, *, now_s: float) -> str | None:
+def _untimely(proof: AnyInvitation, *, now_s: float) -> str | None:
     """Return why an invitation or a certificate is not valid now; None if it is."""
-    return untimely(found.invitation if isinstance(found, SecretInvitation) else found, now_s=now_s)
+    return untimely(proof.invitation if isinstance(proof, SecretInvitation) else proof, now_s=now_s)
 
 
 def _check_own(peer: str, config: SwarmConfig, source: str) -> None:
     """Refuse a certificate that was made for another peer than this one."""
     if config.identity_path is None:
         refuse(source, f"it was made for the peer {peer}", "Set `identity_path` to the file of that peer's key")
-    own = load_identity(Path(config.identity_path)).peer_id
-    if own != peer:
+    me = load_identity(Path(config.identity_path)).peer_id
+    if me != peer:
         refuse(
             source,
-            f"it was made for another peer ({peer}; this one is {own})",
+            f"it was made for another peer ({peer}; this one is {me})",
             "Set `identity_path` to the file of that peer's key, or ask the run's owner for another invitation",
         )
 
 
 def _read(path: Path, source: str) -> str:
-    text, why = _text_of(path)
-    if why is not None:
-        refuse(source, why, _NAME_THE_FILE)
+    text, problem = _text_of(path)
+    if problem is not None:
+        refuse(source, problem, _NAME_THE_FILE)
     return text
 
 
 def _text_of(path: Path) -> tuple[str, str | None]:
-    """Return the text in a file, and an error if it cannot be read."""
+    """Return the text in a file, and why it cannot be read, or None."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_TEXT_BYTES).decode(), None
     except (OSError, UnicodeError, ValueError) as error:
-        return "", error.strerror if isinstance(error, OSError) and error.strerror else "it is no text"
+        return "", error.strerror if isinstance(error, OSError) and error.strerror else "it is not text"
 
 
 def _keep(path: Path, certificate: Certificate) -> None:
@@ -277,7 +278,7 @@ def _keep(path: Path, certificate: Certificate) -> None:
         replace_file(path, f"{to_text(certificate)}\n".encode())
     except OSError as error:
         _log.warning(
-            "This peer's certificate could not be kept in %s: %s. Its next start takes the invitation again.",
+            "This peer's certificate could not be kept in %s: %s. Its next start uses the invitation again.",
             path,
             error.strerror,
         )
@@ -288,7 +289,7 @@ def _missing(config: SwarmConfig) -> str:
     where = "`trust` is 'invited'" if config.trust == "invited" else f"other machines reach this peer: {config.listen}"
     return (
         f"run {config.run_id!r} is for invited peers ({where}), and this peer has no invitation. Ask the user who "
-        "started the run for one, which `lightning-swarm invite --role server --out anna.invite` makes there, and name "
-        "its file by `lightning-swarm join --invite anna.invite ...`, `SwarmStrategy(invite=...)` or "
-        "SWARM_INVITE_FILE. If the run is open to anyone, write `trust='open'`."
+        "started the run to make one by `lightning-swarm invite --role server --out anna.invite`. Name its file by "
+        "`lightning-swarm join --invite anna.invite ...`, `SwarmStrategy(invite=...)` or SWARM_INVITE_FILE. If the run "
+        "is open to anyone, write `trust='open'`."
     )

@@ -1,4 +1,4 @@
-"""Rollback with the peers that are left of a run, and standbys that take the run over if its lead dies."""
+"""Rollback with the remaining peers of a run, and standbys that take the run over if its lead dies."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ from lightning_swarm.server.admission import Admission
 
 _log = logging.getLogger(__name__)
 
-# The lead decides the version to which a run rolls back. Before, it asks the other trainers by the method `LOOP` at
-# which versions their loops could continue. Servers learn the version when the lead releases them, and trainers learn
-# it from their servers.
+# The lead decides the version to which a run rolls back. Before that, it asks the other trainers by `LOOP` at which
+# versions their loops could continue. Servers learn the version when the lead releases them, and trainers learn it from
+# their servers.
 
 _NUM_STANDBYS: Final = 3  # peers that keep the loop's state; several, because a copy is lost with its peer
-_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # most peers tried for one state; peers that failed are tried last with the next
-_POLL_S: Final = 1.0  # between two questions whether a run can continue
-_POLL_START_S: Final = 0.1  # between two questions whether a trainer waits for the next run
+_MAX_TRIED: Final = 4 * _NUM_STANDBYS  # most peers tried for one state; those that failed are tried last the next time
+_POLL_S: Final = 1.0  # interval of checks whether a run can continue
+_POLL_START_S: Final = 0.1  # interval of checks whether a trainer waits for the next run
 
 # Packs a loop's state for sending; called only if there is a receiver. Raises `NotPlain` if the state cannot be sent.
 PackLoop = Callable[[], Sequence[Tensor]]
-# Returns whether a loop could continue at a version. The second argument, called with a step and the places of batches,
-# returns whether the step's record counts these batches.
+# Returns whether a loop could continue at a version. Its second argument is a function of a step and places of batches,
+# which returns whether the step's record counts these batches.
 CanResume = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
 
 
 @dataclass(eq=False)
-class StandbyLeads:
-    """At the lead: sends the state of the lead's loop to the run's standbys, the servers that could take over."""
+class StandbySender:
+    """At the lead: sends the state of the lead's loop to the run's standbys, which are servers that could take over."""
 
     _transport: Transport
     _candidates: Callable[[], Awaitable[Collection[PeerId]]]  # peers that announced that they could take a run over
     _limits: Limits
     _warned: bool = field(default=False, init=False)
-    _unresponsive: set[PeerId] = field(default_factory=set, init=False)  # peers that did not accept the latest state
+    _failed: set[PeerId] = field(default_factory=set, init=False)  # peers that did not accept the last state sent
     holding: Collection[PeerId] = field(default=(), init=False)  # peers with the newest state that any peer accepted
 
     async def send(self, run: RunState, version: int, pack: PackLoop) -> None:
         """Send the loop's state at this version of the weights; a peer that does not accept the state is no standby."""
         generation, candidates = run.manifest.generation, set(await self._candidates()) - {self._transport.peer_id}
-        chosen = sorted((peer for peer in seniority(run) if peer in candidates), key=self._unresponsive.__contains__)
+        chosen = sorted((peer for peer in seniority(run) if peer in candidates), key=self._failed.__contains__)
         if not chosen:
             self.holding = ()
             return
@@ -67,7 +67,7 @@ class StandbyLeads:
             return
         size = sum(tensor.nbytes for tensor in tensors)
         if size > self._limits.loop_bytes:
-            self._warn(f"it has {size} bytes, and `Limits.loop_bytes` are {self._limits.loop_bytes}: raise that")
+            self._warn(f"it has {size} bytes, and `Limits.loop_bytes` is {self._limits.loop_bytes}. Raise the limit.")
             return
         head = KeptLoop(generation=generation, version=version)
         self.holding = await self._keep_at_some(chosen[:_MAX_TRIED], head, tensors) or self.holding
@@ -83,43 +83,44 @@ class StandbyLeads:
         return holding
 
     async def _keeps(self, peer: PeerId, head: KeptLoop, tensors: Sequence[Tensor]) -> bool:
-        self._unresponsive.add(peer)  # before the call, which is cancelled once the next snapshot's state is sent
+        self._failed.add(peer)  # before the call, because the next state to send cancels it
         try:
             await KEEP_LOOP.ask(self._transport, peer, head, tensors, timeout=self._limits.call_timeout, max_bytes=0)
         except SwarmError as error:
             _log.info("%s does not keep the state of this trainer's loop: %s", peer, error)
             return False
-        self._unresponsive.discard(peer)
+        self._failed.discard(peer)
         return True
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
             self._warned = True
             _log.warning(
-                "No peer could take over this run if this process died, because its loop's state stays here: %s", reason
+                "No peer could take over this run if this process died, because no peer gets its loop's state: %s",
+                reason,
             )
 
 
 async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
-    """Release all servers of a run, to wait for its next generation at `first_step`; return the servers that answer."""
+    """Release a run's servers, which then wait for its next generation at `first_step`; return those that answer."""
     request = ReleaseRequest(generation=run.manifest.generation, first_step=first_step)
-    # The call is repeated, because a server whose answer is lost would wait for the next run, which begins without it.
+    # Repeated, because a server whose answer is lost would wait for a generation that begins without it.
     return list(await ask_each(transport, run.servers, RELEASE, request, timeout=timeout, tries=MAX_TRIES))
 
 
 async def why_cannot_continue(
     transport: Transport, run: RunState, num_known_dead: Callable[[], int], *, timeout: float, silence_s: float
 ) -> str:
-    """Return why a run still cannot continue after `timeout`, without a stage or most voters; empty if it can."""
+    """Return why a run cannot continue even after `timeout` (a stage or most voters are missing); empty if it can."""
     deadline = now_s() + timeout
     while True:
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
-        # Not by pings, because a server that was started again answers them, too, but is in no run.
+        # Not pings: a server that was started again would answer them, although it is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
-        found = why_lost(run, alive)
+        reason = why_lost(run, alive)
         # If all missing peers are processes of this machine that have ended, waiting is pointless.
-        if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
-            return found
+        if not reason or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
+            return reason
         await asyncio.sleep(_POLL_S)
 
 
@@ -135,7 +136,7 @@ def why_lost(run: RunState, alive: Collection[PeerId]) -> str:
 
 
 async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
-    """Return the run's new manifest if another peer leads the run by now, as servers that may decide report it."""
+    """Return the run's new manifest if another peer leads it by now, according to servers that may decide records."""
     others = [peer for peer in run.servers if peer != transport.peer_id and run.decides(peer)]
     views = await gather(ask_view(transport, peer, timeout=timeout) for peer in others)
     manifests = [view.manifest for view in views if view is not None]
@@ -158,7 +159,7 @@ async def resumable_versions(
             _log.info("Trainer %s does not report where it could resume: %s", trainer, error)
             return None
 
-    answers = [possible for possible in await gather(map(ask, trainers)) if possible is not None]
+    answers = [answer for answer in await gather(map(ask, trainers)) if answer is not None]
     return set(versions).intersection(*answers)
 
 
@@ -175,8 +176,8 @@ async def await_loops(
             late.pop()
         elif now_s() >= deadline_s:
             raise DeadlineExceeded(
-                f"trainer {trainer} was told that the run rolls back, and did not return to it within {timeout:g} s. "
-                "Raise `Limits.start_timeout` if its batches, or its data's beginning, take longer."
+                f"trainer {trainer} was notified that the run rolls back, but did not return to it within {timeout:g} "
+                "s. Raise `Limits.start_timeout` if its batches, or the start of its data loader, take longer."
             )
         else:
             await asyncio.sleep(_POLL_START_S)
@@ -199,7 +200,7 @@ class StandbyLead:
         self.run, self.waits = run, False
 
     def leave_run(self) -> None:
-        """Forget the run before asking for a new run, which may admit and release this trainer's server first."""
+        """Forget the run; called before the request to join a run, which may release this trainer's server at once."""
         self.run = None
         self.can_resume = lambda *_: False
 
@@ -208,9 +209,9 @@ class StandbyLead:
         return self.run.manifest.lead if self.run is not None else None
 
     async def _handle_loop(self, caller: PeerId, request: LoopRequest) -> LoopReply:
-        lead = self._admission.membership.lead or self._lead  # the former: a standby that took over
+        lead = self._admission.membership.lead or self._lead  # a standby that took over, else the run's lead
         if caller != lead:
-            raise ProtocolError(f"only the lead {lead} may roll the run back, got the order of {caller}")
+            raise ProtocolError(f"only the lead {lead} may roll the run back, got a request of {caller}")
         versions = [version for version in request.versions if self.can_resume(version, self._counts)]
         return LoopReply(versions=versions, waits=self.waits)
 
@@ -233,7 +234,7 @@ class StandbyLead:
         return self._admission.goes_on_at if released.is_set() else None
 
     async def _while_rollback_possible(self) -> None:
-        """Return when the run lacks nothing, or its lead is gone or has rolled back without this trainer."""
+        """Wait until no rollback can come: the run is complete, or its lead is gone or rolled back without this one."""
         run, silence_s, wait_s = self.run, self._limits.silence_timeout, self._limits.revive_timeout
         assert run is not None
         if not await why_cannot_continue(self._transport, run, lambda: 0, timeout=wait_s, silence_s=silence_s):

@@ -41,13 +41,13 @@ async def find_run(directory: RunDirectory, config: SwarmConfig) -> RunView | No
     """Return the view of the run under way, from its coordinator; None if there is no run."""
     # Some of the announced runs may be over: their announcements outlive them.
     peers, timeout = await directory.find_runs(), config.limits.leave_timeout
-    found = await gather(ask_view(directory.transport, peer, timeout=timeout) for peer in peers)
-    views = [view for view in found if view is not None and view.manifest.run_id == config.run_id]
+    answers = await gather(ask_view(directory.transport, peer, timeout=timeout) for peer in peers)
+    views = [view for view in answers if view is not None and view.manifest.run_id == config.run_id]
     return max(views, key=lambda view: (view.manifest.generation, view.term, view.version), default=None)
 
 
 def check_same_settings(view: RunView, config: SwarmConfig) -> None:
-    """Raise a ConfigError if this program's settings differ from the run's, so that it would train another run."""
+    """Raise a ConfigError if this program's settings differ from the run's in a way that a trainer must not."""
     manifest = view.manifest
     check_open(manifest)
     if manifest.is_whole and config.role != "both":
@@ -55,20 +55,23 @@ def check_same_settings(view: RunView, config: SwarmConfig) -> None:
             f"run {manifest.run_id!r} is not cut, so each trainer holds the whole model: `role` must be 'both', "
             f"got {config.role!r}. Set it, or start the run with `pipeline=...`."
         )
-    own, its = config.settings, manifest.settings
-    for name, here, there in (
+    for name, own, of_run in (
         ("protocol_version", PROTOCOL_VERSION, manifest.protocol_version),
-        *((name, getattr(own, name), getattr(its, name)) for name in SET_BY_EACH_TRAINER),
+        *((name, getattr(config.settings, name), getattr(manifest.settings, name)) for name in SET_BY_EACH_TRAINER),
     ):
-        if here != there:
+        if own != of_run:
             raise ConfigError(
-                f"a trainer must have the run's settings; `{name}` is {here} here and {there} in run "
+                f"a trainer must have the run's settings; `{name}` is {own} here and {of_run} in run "
                 f"{manifest.run_id!r}. Use the run's value, or choose another `run_id` to start another run."
             )
 
 
 class Claim:
-    """A program's claim to begin a run: exactly one of all programs that announce a claim begins it."""
+    """A program's claim to begin a run; of all programs that announce a claim, exactly one begins the run.
+
+    A program announces its claim, then asks all others to give way. Each gives way to a lower peer id unless it has won
+    already. A program wins once all others gave way and it gave way to none of them meanwhile.
+    """
 
     def __init__(self, directory: RunDirectory, config: SwarmConfig) -> None:
         self._directory = directory
@@ -86,7 +89,7 @@ class Claim:
             return view
         timeout = self._config.limits.start_timeout
         deadline_s = now_s() + timeout
-        # Each program announces itself before it asks, so of any two, at least one knows of the other.
+        # Each program announces itself before it asks the others, so of any two, at least one knows the other.
         await self._directory.announce_starter(timeout=timeout)
         # A program that gave way waits for the run, and repeats its claim until the run appears.
         while not await self._wins():
@@ -96,10 +99,10 @@ class Claim:
                 return view
             if now_s() >= deadline_s:
                 is_invited = self._transport.permit_of(self._transport.peer_id) is not None
-                ban = " The owner can ban one that never begins: `lightning-swarm ban`." if is_invited else ""
+                ban = " The owner can ban a peer that never begins: `lightning-swarm ban`." if is_invited else ""
                 raise DeadlineExceeded(
-                    f"another program was to begin run {self._config.run_id!r} and did not within {timeout:g} s: one "
-                    f"of {sorted(self._rivals)}. Look for its error, or raise `Limits.start_timeout`.{ban}"
+                    f"another program claimed run {self._config.run_id!r} and did not begin it within {timeout:g} s: "
+                    f"one of {sorted(self._rivals)}. Look for its error, or raise `Limits.start_timeout`.{ban}"
                 )
         return None
 
@@ -109,7 +112,7 @@ class Claim:
         self._rivals |= set(await self._directory.find_starters())
         self._rivals.discard(self._transport.peer_id)
         answers = await gather(map(self._gives_way, sorted(self._rivals)))
-        # Nothing is awaited from here on, so the next rival that asks finds this decided.
+        # Nothing is awaited from here on, so the next rival's request already gets the decision.
         self._begins = all(answers) and not self._gave_way
         return self._begins
 
@@ -188,13 +191,13 @@ class Follower:
 
     # ------------------------------------------------------------------ a run that begins
 
-    def await_event(self, launch_id: str, what: str) -> bytes:
-        """Wait for an announcement by the starter of the same launch, such as that the data is prepared."""
+    def await_event(self, launch_id: str, event: str) -> bytes:
+        """Wait until the starter of the same launch announces an event, such as that the data is prepared."""
         # Any peer may publish anything, so only the starter's announcement counts. The processes that it starts have it
         # as their first initial peer.
         peers, timeout = self._config.initial_peers, self._config.limits.lead_timeout
         starter = peers[0].peer_id if peers else None
-        return self._runtime.run(self._directory.await_event(launch_id, what, timeout=timeout, starter=starter))
+        return self._runtime.run(self._directory.await_event(launch_id, event, timeout=timeout, starter=starter))
 
     def join_run(self, model: PeerModel, device: torch.device) -> Session:
         """Serve, and open a session in the run as soon as the starter has begun it."""
@@ -235,8 +238,8 @@ class Follower:
             if await alive_among(self._directory.transport, [lead], timeout=limits.silence_timeout):
                 answered_s = now_s()
         raise Unreachable(
-            f"{lead}, which was to go on with the run, has not answered for {limits.revive_timeout:g} s. Start the "
-            "run again with `ckpt_path`."
+            f"{lead}, which was to continue the run, has not answered for {limits.revive_timeout:g} s. Start the run "
+            "again with `ckpt_path`."
         )
 
     def wait_until_dismissed(self) -> None:
@@ -269,7 +272,7 @@ class Follower:
         self._host.admission.membership.trains_in = self._standby = None
 
     def rollback_step(self) -> int | None:
-        """Return the step to which the run rolls back after an error; None if it continues as it is, or not at all."""
+        """Return the step to which the run rolls back after an error; None if it does not roll back."""
         return None if self._standby is None else self._runtime.run(self._standby.rollback_step())
 
     @property

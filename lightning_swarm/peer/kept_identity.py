@@ -60,19 +60,19 @@ class PeerStart(Struct, frozen=True):
         """Return whether two starts may be of one peer."""
         # Peers with different invitations must not exchange their keys, because each invitation would be used once
         # more. But if all else is equal, it is one peer with a new invitation in the old file.
-        # Whether the invitations are known, and differ.
-        is_invited_otherwise = "" not in (self.invitation, other.invitation) and self.invitation != other.invitation
-        return not is_invited_otherwise or structs.replace(self, invitation=other.invitation) == other
+        are_known = "" not in (self.invitation, other.invitation)
+        has_other_invitation = are_known and self.invitation != other.invitation
+        return not has_other_invitation or structs.replace(self, invitation=other.invitation) == other
 
     def likeness(self, other: PeerStart) -> int:
         """Count the properties that two starts have in common."""
-        return sum(one == another for one, another in zip(structs.astuple(self), structs.astuple(other), strict=True))
+        return sum(own == its for own, its in zip(structs.astuple(self), structs.astuple(other), strict=True))
 
 
 def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart) -> str | None:
-    """Return the file of a key that no living process of this user has; None if no file can be kept."""
-    # The file is created if it is missing, and stays locked until this process ends. A restart gets the key of the most
-    # similar start.
+    """Return the file of a key that no living process of this user uses; None if no file can be kept."""
+    # The file is created if it is missing, and stays locked until this process ends. A restarted peer gets the key of
+    # the most similar earlier start.
     try:
         folder = find_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,8 +90,8 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart
         return None
     if path is None:
         raise ConfigError(
-            f"one user has up to {_MAX_PEERS} joined processes of run {run_id!r} on a machine, and all are there. End "
-            "some of them, or name a file for this peer's key by `--identity`."
+            f"a user may have at most {_MAX_PEERS} joined processes of run {run_id!r} on a machine, and {_MAX_PEERS} "
+            "are running. End some of them, or name a file for this peer's key by `--identity`."
         )
     load_identity(path)
     return str(path)
@@ -135,6 +135,6 @@ def _digest_of_file(name: str | None) -> str:
         if name is not None and Path(name).is_file():
             with Path(name).open("rb") as file:
                 return hashlib.sha256(file.read(MAX_TEXT_BYTES).strip()).hexdigest()
-    except (OSError, ValueError) as error:  # the peer may come by a kept certificate; else an error follows
+    except (OSError, ValueError) as error:  # a kept certificate may still admit the peer; otherwise an error follows
         _log.info("The invitation in %s cannot be read: %s", name, error)
     return ""

@@ -1,4 +1,4 @@
-"""The lead: begins a run, rolls it back, ends it, and begins its next generation with the peers that are left."""
+"""The lead: begins a run, rolls it back, ends it, and begins its next generation with the remaining peers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_swarm.peer import discovery, failover
 from lightning_swarm.peer.arrivals import Arrivals, known_peers
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.discovery import RunDirectory
-from lightning_swarm.peer.failover import PackLoop, StandbyLeads
+from lightning_swarm.peer.failover import PackLoop, StandbySender
 from lightning_swarm.peer.manifest import RunSpec, continued, make_manifest
 from lightning_swarm.protocol.bans import apply_received_ban
 from lightning_swarm.protocol.events import EventLog
@@ -45,9 +45,9 @@ _LOOK_S: Final = 1.0
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
-    """Raise a ConfigError if all of the `initial_peers` that answer belong to other runs.
+    """Raise a ConfigError if all `initial_peers` that report their run's id belong to other runs.
 
-    If none answers with its run, but one refuses this peer, raise its reason, such as `AccessDenied`.
+    If none reports one, raise the first peer's error, such as `AccessDenied`.
     """
 
     async def ask(peer: PeerId) -> str | SwarmError | None:
@@ -56,16 +56,17 @@ async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
         except SwarmError as error:
             return error
 
-    found = await gather(ask(peer) for peer in sorted({address.peer_id for address in config.initial_peers}))
-    there = sorted({answer for answer in found if isinstance(answer, str)})
-    for refusal in (answer for answer in found if isinstance(answer, SwarmError)):
-        if not there:
-            raise refusal
-        _log.warning("One of the `initial_peers` is of no use: %s", shorten(str(refusal)))
-    if there and config.run_id not in there:
+    answers = await gather(ask(peer) for peer in sorted({address.peer_id for address in config.initial_peers}))
+    run_ids = sorted({answer for answer in answers if isinstance(answer, str)})
+    for error in (answer for answer in answers if isinstance(answer, SwarmError)):
+        if not run_ids:
+            raise error
+        _log.warning("One of the `initial_peers` cannot be used: %s", shorten(str(error)))
+    if run_ids and config.run_id not in run_ids:
         raise ConfigError(
-            f"`run_id` must be that of the run to join: {config.run_id!r} here, and {', '.join(map(repr, there))} at "
-            f"{', '.join(map(str, config.initial_peers))}. Set `run_id={there[0]!r}`, or name a peer of the other run."
+            f"`run_id` must be that of the run to join: {config.run_id!r} here, and {', '.join(map(repr, run_ids))} at "
+            f"{', '.join(map(str, config.initial_peers))}. Set `run_id={run_ids[0]!r}`, or name a peer of run "
+            f"{config.run_id!r}."
         )
 
 
@@ -74,8 +75,8 @@ class Lead:
     """A peer's part in runs that it leads: begins them, rolls them back, and ends them."""
 
     # There are two kinds of rollback. `roll_back` keeps all members, and sends them weights that the trainer loaded.
-    # After a loss, `end_generation` keeps the servers that answer, and `find_servers` and `begin_run` begin the next
-    # generation with them, from a snapshot.
+    # After a loss of peers, `end_generation` keeps the servers that answer. Then `find_servers` and `begin_run` begin
+    # the next generation with these servers, from a snapshot.
 
     _runtime: Runtime
     _directory: RunDirectory
@@ -89,61 +90,61 @@ class Lead:
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
-        # Set by the trainer's loop: the versions at which it could resume; at first none.
+        # Returns the versions at which the trainer's loop could resume. The loop replaces it.
         self.versions_kept: Callable[[], Collection[int]] = lambda: ()
-        # Set by a launcher of several peers: how many of their processes have ended; at first none.
+        # Returns how many processes of this machine's peers have ended. A launcher of several peers replaces it.
         self.num_known_dead: Callable[[], int] = lambda: 0
         self._took_over = False  # this peer took over a run that is to roll back
         # From the previous generation, for the next:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
-        self._released: set[PeerId] = set()  # servers of older generations; some may miss the next one's beginning
+        self._released: set[PeerId] = set()  # servers of older generations, which may not be in the current one
         self.addresses: dict[PeerId, Sequence[str]] = {}  # addresses that servers announced when the generation began
         self._arrivals = Arrivals(self._transport, keepers)
-        self._standbys = StandbyLeads(self._transport, self._directory.known_standbys, self._config.limits)
+        self._standbys = StandbySender(self._transport, self._directory.known_standbys, self._config.limits)
 
     # ------------------------------------------------------------------ beginning a run
 
     def check_first(self) -> None:
-        """Before this peer announces itself: raise a ConfigError if a run of this id is under way."""
+        """Raise a ConfigError if a run of this id is in progress; called before this peer announces itself."""
         if not self._config.initial_peers or self._survivors is not None:
             return
         timeout = self._config.limits.leave_timeout
 
         async def ask(coordinator: PeerId) -> PeerId | None:
             try:
-                # The answer is not decoded: the run is under way even if it uses another version of the protocol.
+                # The answer is not decoded: the run is in progress even if it uses another version of the protocol.
                 await self._transport.call(coordinator, VIEW.name, b"", timeout=timeout)
             except SwarmError:
                 return None  # an announcement that an earlier run left behind
             return coordinator
 
-        async def is_under_way() -> bool:
+        async def is_in_progress() -> bool:
             return await first_result(map(ask, await self._directory.find_runs())) is not None
 
-        if self._runtime.run(is_under_way()):
-            raise ConfigError(  # two runs would take each other's servers
-                f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
-                "start another one with another `run_id`."
+        if self._runtime.run(is_in_progress()):
+            raise ConfigError(  # two runs of one id would take each other's servers
+                f"a run has one starter, and run {self._config.run_id!r} is already in progress. Serve that run with "
+                "`role='server'`, or start another run with another `run_id`."
             )
 
     def known_peers(self) -> dict[str, Any] | None:
-        """Return the run's peers that a checkpoint is to remember, in plain values; None if any peer may come."""
+        """Return the run's peers that a checkpoint must remember, in plain values; None if there are none."""
         # The transport may know bans that no record carries yet.
         return None if self.run is None else known_peers(self.run, self._transport.bans)
 
     def restore_peers(self, known: Any) -> None:
-        """Before the run begins: continue with the peers that a checkpoint remembers."""
+        """Continue with the peers that a checkpoint remembers; called before the run begins."""
         self._arrivals.restore(known)
 
-    def announce_event(self, launch_id: str, what: str, value: bytes = b"yes") -> None:
+    def announce_event(self, launch_id: str, event: str, value: bytes = b"yes") -> None:
         """Announce an event to the other trainers of this launch, such as that the data is prepared."""
         timeout = self._config.limits.start_timeout
-        self._runtime.run(self._directory.announce_event(launch_id, what, value, timeout=timeout))
+        self._runtime.run(self._directory.announce_event(launch_id, event, value, timeout=timeout))
 
     def find_servers(self, spec: RunSpec, check: Callable[[], None]) -> list[Member]:
-        """Wait for enough servers to begin a run or, after a rollback, for the servers that are left."""
+        """Wait for enough servers to begin a run or, after a rollback, for the remaining servers."""
         timeout = self._config.limits.start_timeout
         wanted = discovery.WantedServers(num_servers=spec.num_servers, num_trainers=spec.num_trainers)
         if self._survivors is not None:
@@ -165,11 +166,11 @@ class Lead:
             spec = continued(spec, self._former)
         self.stages, self._initial_weights = stages, model.initial_weights
         run = self._runtime.run(self._admit(spec, model, me, servers))
-        self._hand_out(run, timeout=self._config.limits.start_timeout)
+        self._send_weights(run, timeout=self._config.limits.start_timeout)
         self._runtime.run(self._directory.announce_run(run.manifest.coordinator))
         return run
 
-    def _hand_out(self, run: RunState, *, timeout: float) -> None:
+    def _send_weights(self, run: RunState, *, timeout: float) -> None:
         """Send the servers their weights; create weights of meta modules here, one stage at a time to save memory."""
         tensors = [tensor for stage in self.stages for tensor in stage.named_stage_tensors().values()]
         if not any(tensor.is_meta for tensor in tensors):
@@ -190,7 +191,7 @@ class Lead:
         if self._config.settings.has_strangers:
             keepers = self._arrivals.keepers_among(me.peer_id, [server.peer_id for server in servers])
         manifest = make_manifest(spec, self._config, model, me, servers, trainers, announced, keepers)
-        invitations = await self._arrivals.count([*(one.peer_id for one in servers), *manifest.trainers])
+        invitations = await self._arrivals.count([*(server.peer_id for server in servers), *manifest.trainers])
         bans = self._transport.bans or UNSET
         convicted = convictions(self._arrivals.convicted)
         manifest = structs.replace(manifest, invitations=invitations, bans=bans, convicted=convicted)
@@ -210,16 +211,16 @@ class Lead:
         self._runtime.run(discovery.restart(self._transport, run, request, timeout=timeout))
         session.enter_generation(request)
         load()  # after the restart, when no server computes with this module any more
-        self._hand_out(run, timeout=timeout)
+        self._send_weights(run, timeout=timeout)
 
-    # ------------------------------------------------------------------ rollback to a snapshot, with the peers left
+    # ------------------------------------------------------------------ rollback to a snapshot, with remaining peers
 
     def why_cannot_continue(self, *, wait: bool) -> str:
-        """Return why the run cannot continue, or an empty text; with `wait`, missing peers get time to come back."""
+        """Return why the run cannot continue; empty if it can. With `wait`, missing peers get time to come back."""
         return self._runtime.run(self._why_cannot_continue(self._config.limits.revive_timeout if wait else 0.0))
 
     async def _why_cannot_continue(self, timeout: float) -> str:
-        if self._is_over():  # the other peers are free
+        if self._is_over():  # the other peers were dismissed, so none of them is missing
             return ""
         run, silence_s = self._current, self._config.limits.silence_timeout
         known_dead = self.num_known_dead
@@ -232,7 +233,7 @@ class Lead:
         limits = self._config.limits
         num_dead = 0
         while True:
-            # Processes of this machine are known to be dead at once; remote peers must first be silent for a while.
+            # Dead processes of this machine are known at once; remote peers must first be silent for a while.
             for _ in range(max(1, round(limits.silence_timeout / _LOOK_S))):
                 await asyncio.sleep(_LOOK_S)
                 if self.num_known_dead() > num_dead:
@@ -246,7 +247,7 @@ class Lead:
                 return lost
 
     async def has_snapshot(self) -> bool:
-        """On the event loop: return whether there is a complete snapshot from which the trainer's loop can continue."""
+        """Return whether the trainer's loop can continue from a complete snapshot; runs on the event loop."""
         if self.run is None or not self.versions_kept():
             return False
         held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
@@ -256,7 +257,7 @@ class Lead:
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
         """Return the state at the newest of these versions that servers keep completely; None if they keep none."""
-        # Versions after `sound` may contain false work of a convicted server, so they come last.
+        # Versions after `sound` may contain false work of a convicted server, so they are used last.
         limits = self._config.limits
         return self._runtime.run(
             gather_snapshots(
@@ -271,7 +272,7 @@ class Lead:
         )
 
     def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
-        """Return the versions, among these, at which the loops of all other answering trainers could continue."""
+        """Return those of the versions at which the loops of all other trainers that answer could continue."""
         if self.run is None:
             others = self._other_trainers
         else:
@@ -291,8 +292,8 @@ class Lead:
             servers = self._runtime.run(failover.release(self._transport, self.run, first_step, timeout=timeout))
             if self._took_over and not has_majority(self.run, servers):
                 raise Unreachable(
-                    f"no majority of the run's {len(self.run.voters)} voters is left to go on with: its former lead "
-                    "may live on the other side of a broken link. Start the run again with `ckpt_path`."
+                    f"no majority of the run's {len(self.run.voters)} voters answers, so its former lead may continue "
+                    "it on the other side of a broken link. Start the run again with `ckpt_path`."
                 )
             self._took_over = False
             trainers = self.run.trainers
@@ -304,12 +305,12 @@ class Lead:
     # ------------------------------------------------------------------ failover
 
     async def keep_loop(self, version: int, pack: PackLoop) -> None:
-        """On the event loop: send the state of the training loop at this version to the standbys."""
+        """Send the state of the training loop at this version to the standbys; runs on the event loop."""
         if self.run is not None:
             await self._standbys.send(self.run, version, pack)
 
     def take_over(self, run: RunState) -> None:
-        """Take over a run that another peer led, and that is to roll back; its servers know this peer as its lead."""
+        """Take over, for a rollback, a run that another peer led; its servers already know this peer as its lead."""
         self.run, self._took_over = run, True
         own, settings = self._config.settings, run.manifest.settings
         differing = [name for name in settings.__struct_fields__ if getattr(own, name) != getattr(settings, name)]
@@ -321,11 +322,11 @@ class Lead:
         self._config = replace(self._config, settings=settings)
 
     def give_up(self) -> None:
-        """Stop leading a run that has not rolled back; otherwise its servers would end with this peer."""
+        """Stop leading a run that has not rolled back, so that its servers do not end with this peer."""
         self.run, self._took_over = None, False
 
     def why_replaced(self) -> str:
-        """Return why another peer leads the run by now, or may do so with most of the voters; empty if none does."""
+        """Return why another peer leads the run by now, or may lead it with most voters; empty if neither is so."""
         run, timeout, standbys = self.run, self._config.limits.silence_timeout, set(self._standbys.holding)
         if run is None or not standbys:
             return ""
@@ -336,9 +337,8 @@ class Lead:
         if standbys <= set(alive) or has_majority(run, alive):
             return ""
         return (
-            f"most of the voters do not answer, and {sorted(standbys - set(alive))}, which do not answer, could take "
-            "the run over. Start this program again with their addresses as `initial_peers`; or, if they are dead, "
-            "with `ckpt_path`."
+            f"most of the voters do not answer, nor do {sorted(standbys - set(alive))}, which could take the run over. "
+            "Start this program again with their addresses as `initial_peers`; or, if they are dead, with `ckpt_path`."
         )
 
     def dismiss_others(self) -> None:

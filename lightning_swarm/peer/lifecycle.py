@@ -1,4 +1,4 @@
-"""Keeps a server in a run: it joins, stays, leaves, and joins again after a record left it out."""
+"""Keeps a server in a run: the server joins, stays, leaves, and joins again after a record left it out."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _LOOK_S: Final = 20.0  # interval of checks that the run continues with this server, if no event prompts a check
-_SILENCE_S: Final = 600.0  # time without an answer of any peer of the run after which it counts as over
+_SILENCE_S: Final = 600.0  # after this time without an answer from any of its peers, a run counts as over
 _ASK_S: Final = 5.0  # interval of requests to leave, because the coordinator may change
 _LINGER_S: Final = 1.0  # time in which a server that has left still answers requests of its last step
-_SOON_S: Final = 600.0  # a server that is left out again within this time after its return counts as unable to stay
+_SOON_S: Final = 600.0  # a return is counted in `_MAX_RETURNS` if the server is left out again within this time
 _MAX_ASKED: Final = 8
 _MAX_RETURNS: Final = 5
 _MAX_SHORT: Final = 3  # records within which the coordinator may move a server that lacks memory to another stage
 _LACKS_MEMORY: Final = (
-    "a server must have memory for one microbatch of its stage, and this machine has too little: the run goes on "
-    "without it. The log above says how much was asked for. End other programs on the device, join with a machine that "
-    "has more memory, or have the lead lower `microbatch_size` or cut the model into more stages."
+    "a server must have memory for one microbatch of its stage, and this machine has too little: the run continues "
+    "without it. The log above shows how much was requested. End other programs on the device, join with a machine "
+    "that has more memory, or have the lead lower `microbatch_size` or cut the model into more stages."
 )
 _COMPUTES_NOTHING: Final = (
     "The run is not cut: its trainers compute the whole model, and this peer keeps a copy of it, which outlives them. "
     "To help compute, bring data with `role='both'`, or start a run that is cut, with `pipeline` or `num_stages`."
 )
 
-# Why a server is not in its run any more.
+# Why a server is no longer in its run.
 Outcome = Literal["over", "left", "left out", "moves", "released", "inherits"]
 
 
@@ -61,9 +61,9 @@ class RunContacts:
 
     run_id: str
     find_runs: Callable[[], Awaitable[Sequence[PeerId]]]  # returns possible coordinators, and connects to their servers
-    # The peers in `initial_peers`. If empty, other peers may name this peer in theirs, so it waits without limit.
+    # The peers in `initial_peers`. If there are none, other peers may have this peer as theirs, so it waits forever.
     hosts: Collection[PeerId] = ()
-    # Returns announced servers, and connects to them.
+    # Returns the announced servers, and connects to them.
     find_servers: Callable[[], Awaitable[Collection[PeerId]]] | None = None
 
 
@@ -82,12 +82,12 @@ class MembershipLifecycle:
         self._leaving = asyncio.Event()
         self._newest_view: RunView | None = None  # the newest view of this server's run from other peers
         self._answered_s = 0.0  # when any peer of the run answered last
-        self._led_s = 0.0  # when its coordinator or lead answered last; without both, nobody can end the run
+        self._led_s = 0.0  # when its coordinator or lead answered last; only these can end the run
         self._short_since = math.inf  # the version since which memory has not sufficed for a microbatch
         self._silent: set[PeerId] = set()  # peers that did not answer the last request
 
     def leave(self) -> None:
-        """Ask to leave by one of the next records, and then end. May be called twice."""
+        """Make `serve_run` ask to leave by one of the next records, and then return. May be called twice."""
         self._leaving.set()
 
     async def serve_beside_trainer(self) -> None:
@@ -97,10 +97,10 @@ class MembershipLifecycle:
         except StepError as error:  # the loop gets the same error
             _log.warning("This peer's server ends: %s", shorten(str(error)))
         except SwarmError as error:
-            _log.warning("This peer trains on, and serves no more: %s", shorten(str(error)))
+            _log.warning("This peer continues to train, but no longer serves: %s", shorten(str(error)))
 
     async def serve_run(self, say: Callable[[str], None]) -> None:
-        """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it."""
+        """Enter a run; return when it is over, when it has released this server, or when this peer must lead it."""
         num_returns, admission = 0, self._server.admission
         while await self._entered(say):
             begin_s = now_s()
@@ -111,16 +111,16 @@ class MembershipLifecycle:
             outcome = await self._serve_until_out(say)
             if outcome == "moves":
                 await self._move(say)
-            elif outcome == "left out":  # this server joins again, as any other does
+            elif outcome == "left out":  # this server joins again, like any new server
                 num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
                 self._check_returns(num_returns, say)
                 await self._server.step_out()
             elif outcome != "released":  # a lead that rolls back releases its servers, and begins again with them
-                self._end(outcome, say)
+                self._report_end(outcome, say)
                 return
-        say(f"This peer goes before run {self._run_id!r} has let it in.")
+        say(f"This peer leaves before run {self._run_id!r} has admitted it.")
 
-    def _end(self, outcome: Outcome, say: Callable[[str], None]) -> None:
+    def _report_end(self, outcome: Outcome, say: Callable[[str], None]) -> None:
         """Report to the user how the run ended for this server; raise an error if it broke off."""
         admission = self._server.admission
         if outcome == "inherits":
@@ -129,7 +129,7 @@ class MembershipLifecycle:
         if outcome == "over" and isinstance(admission.ending_error, StepError):
             raise admission.ending_error
         peak = describe_peak(admission.model.device)
-        say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has let this peer go'}.{peak}")
+        say(f"Run {self._run_id!r} {'is over' if outcome == 'over' else 'has released this peer'}.{peak}")
 
     def _check_returns(self, num_returns: int, say: Callable[[str], None]) -> None:
         """Report that a record left this server out; raise `Unreachable` if that has happened too often."""
@@ -138,21 +138,21 @@ class MembershipLifecycle:
         if difference := printable(self._server.admission.election.left_out_because):
             reason = f"a record left this peer out, whose weights differ; it joins again: {difference}"
             say(
-                f"Run {self._run_id!r} goes on without this peer from step {step} on. {difference} It downloads the "
-                "stage anew and joins again, once. If it differs again, use the run's version of torch here, or "
-                "another machine."
+                f"Run {self._run_id!r} continues without this peer from step {step} on. {difference} This peer "
+                "downloads the stage anew and joins again, once. If its weights differ again, use the run's version of "
+                "torch here, or another machine."
             )
         self._events.note("left", peer=self._transport.peer_id, step=step, reason=reason)
         if num_returns > _MAX_RETURNS:
             raise Unreachable(
-                f"run {self._run_id!r} has left this peer out {num_returns} times, each time soon "
-                "after it had come back. Look at its network and its load, then join again."
+                f"run {self._run_id!r} has left this peer out {num_returns} times, each time soon after its return. "
+                "Check this machine's network and load, then join again."
             )
 
     # ------------------------------------------------------------------ joining
 
     async def _entered(self, say: Callable[[str], None]) -> bool:
-        """Wait until this server is in a run or the run is over; return False if it is asked to leave before."""
+        """Wait until this server is in a run or the run is over; return False if `leave` was called before that."""
         entering = asyncio.ensure_future(self._server.joiner.enter(self._find_coordinators, say))
         leaving = asyncio.ensure_future(self._leaving.wait())
         alone = asyncio.ensure_future(self._raise_when_alone())
@@ -180,8 +180,8 @@ class MembershipLifecycle:
                 hosts = ", ".join(sorted(self._contacts.hosts))
                 raise Unreachable(
                     f"no run {self._run_id!r} has begun, and no peer that could name one has answered for "
-                    f"{_SILENCE_S:g} s: neither {hosts} nor another server that waits. "
-                    "Start this peer again with the address of one that runs."
+                    f"{_SILENCE_S:g} s: neither {hosts} nor another waiting server. Start this peer again with the "
+                    "address of a running peer."
                 )
         await asyncio.Event().wait()
 
@@ -195,11 +195,11 @@ class MembershipLifecycle:
         return any(await gather(map(self._answers, others)))
 
     async def _find_coordinators(self) -> Sequence[PeerId]:
-        """Return the coordinators to ask: first the latest that another peer named, then all announced coordinators."""
-        found = list(await self._contacts.find_runs())
+        """Return the coordinators to ask: first the one in the newest view, then all announced coordinators."""
+        coordinators = list(await self._contacts.find_runs())
         if self._newest_view is not None:
-            found = [PeerId(self._newest_view.term[1]), *found]
-        return list(dict.fromkeys(found))
+            coordinators = [PeerId(self._newest_view.term[1]), *coordinators]
+        return list(dict.fromkeys(coordinators))
 
     async def _withdraw(self) -> bool:
         """Withdraw the request to join; return False as long as a record under decision may still admit this server."""
@@ -211,7 +211,7 @@ class MembershipLifecycle:
         except Busy:
             return False
         except SwarmError as error:
-            _log.info("The coordinator was not told that this peer does not join: %s", error)
+            _log.info("The coordinator could not be notified that this peer no longer joins: %s", error)
         return not self._server.membership.is_member
 
     # ------------------------------------------------------------------ staying
@@ -250,14 +250,14 @@ class MembershipLifecycle:
         return "over"
 
     async def _move(self, say: Callable[[str], None]) -> None:
-        """Leave a stage for another one, after a record has let this server go there."""
+        """Leave a stage for another one, after a record has ordered the move."""
         admission, membership = self._server.admission, self._server.membership
         run, target = membership.run, admission.target
         assert target is not None
-        (former,) = self._server.steps.stages  # a server that holds several does not move
+        (former,) = self._server.steps.stages  # a server that holds several stages does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
-        if membership.has_run and membership.run is run and admission.moves.is_set():  # it may be in another run by now
+        if membership.has_run and membership.run is run and admission.moves.is_set():  # it may be in another run now
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
 
@@ -281,19 +281,19 @@ class MembershipLifecycle:
             if now_s() >= since_s + timeout:
                 raise Unreachable(
                     f"run {self._run_id!r} is over or broke off, and this peer was not notified: {who} answered for "
-                    f"{timeout:g} s. Start this peer again when the run goes on. Another peer can replace a dead lead "
-                    "only while a majority of the voters lives; one of two servers is no "
+                    f"{timeout:g} s. Start this peer again when the run continues. Another peer can replace a dead "
+                    "lead only while a majority of the voters lives; one of two servers is no "
                     f"majority{self._server.membership.run.electorate.remedy}."
                 )
 
     async def _is_left_out(self) -> bool:
         """Return whether the run has continued without this server, according to the peers that answer."""
-        run, own = self._server.membership.run, self._transport.peer_id
-        others = [peer for peer in run.servers if peer != own]
+        run, me = self._server.membership.run, self._transport.peer_id
+        others = [peer for peer in run.servers if peer != me]
         first = [run.coordinator] if run.coordinator in others else []
-        views = await self._views(first)
-        is_led = bool(views) or own in (run.manifest.lead, run.coordinator)
-        views = views or await self._views([peer for peer in others if peer not in first])
+        views = await self._ask_views(first)
+        is_led = bool(views) or me in (run.manifest.lead, run.coordinator)
+        views = views or await self._ask_views([peer for peer in others if peer not in first])
         if is_led or await self._answers(run.manifest.lead):
             self._answered_s = self._led_s = now_s()
         if not views:
@@ -308,19 +308,19 @@ class MembershipLifecycle:
         self._newest_view = newest
         return not any(self._server.membership.me in roster for roster in newest.seats.rosters)
 
-    async def _views(self, peers: Sequence[PeerId]) -> dict[PeerId, RunView]:
-        """Ask some peers for their views of the run, and return those that came. Keepers are asked first."""
+    async def _ask_views(self, peers: Sequence[PeerId]) -> dict[PeerId, RunView]:
+        """Ask at most `_MAX_ASKED` of the peers, keepers first, for their views of the run; return the answers."""
 
         async def ask(peer: PeerId) -> RunView:
             return await VIEW.ask(self._transport, peer, None, timeout=_LOOK_S)
 
         asked = sorted(peers, key=self._server.membership.run.decides, reverse=True)[:_MAX_ASKED]
-        found = await gather(self._warn_when_silent(peer, ask(peer)) for peer in asked)
-        views = {peer: view for peer, view in zip(asked, found, strict=True) if view is not None}
+        answers = await gather(self._warn_when_silent(peer, ask(peer)) for peer in asked)
+        views = {peer: view for peer, view in zip(asked, answers, strict=True) if view is not None}
         return {peer: view for peer, view in views.items() if view.manifest.run_id == self._run_id}
 
     async def _answers(self, peer: PeerId) -> bool:
-        """Return whether a peer lives, by a handshake, because a lead that holds no stage shows no run."""
+        """Return whether a peer answers a handshake; a lead that holds no stage answers no request for a view."""
         return await self._warn_when_silent(peer, queries.greet(self._transport, peer, timeout=_LOOK_S)) is not None
 
     async def _warn_when_silent(self, peer: PeerId, answer: Awaitable[_T]) -> _T | None:
@@ -331,7 +331,7 @@ class MembershipLifecycle:
             if peer not in self._silent:
                 self._silent.add(peer)
                 _log.warning("%s does not answer: %s", short_name(peer), shorten(str(error)))
-            _log.debug("In full, of %s: %s", peer, error)
+            _log.debug("The full error of %s: %s", peer, error)
             return None
         self._silent.discard(peer)
         return received
@@ -339,7 +339,7 @@ class MembershipLifecycle:
     # ------------------------------------------------------------------ leaving
 
     async def _leave(self, say: Callable[[str], None]) -> bool:
-        """Serve until a record removes this server (True) or the run is over (False); raise if neither comes."""
+        """Serve until a record removes this server (True) or the run is over (False); raise if neither happens."""
         admission = self._server.admission
         end_s = now_s() + self._limits.drain_timeout
         why = "no record came"
@@ -348,22 +348,22 @@ class MembershipLifecycle:
         while admission.membership.is_member and not admission.left.is_set():
             if now_s() >= end_s:
                 raise DeadlineExceeded(
-                    f"the run did not let this peer go within {self._limits.drain_timeout:g} s: {why}. It goes all the "
-                    "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
+                    f"the run did not release this peer within {self._limits.drain_timeout:g} s: {why}. The peer "
+                    "leaves nevertheless, as if it had died. Raise `Limits.drain_timeout` to wait longer."
                 )
             try:
                 await admission.election.abdicate()  # no effect unless this server coordinates
                 only_here = await self._drain(admission.membership.run.coordinator)
-            # The coordinator may be gone, and another peer takes over. Or it has removed this server by a record that
-            # has not arrived here.
+            # The coordinator may be gone, so that another peer takes over. Or it may have removed this server by a
+            # record that has not arrived here.
             except SwarmError as error:
                 why = str(error)
                 if not isinstance(error, PeerError) and await self._is_left_out():
                     return True
             else:
-                why = f"nobody else holds {_stages(only_here)}" if only_here else "no record came"
+                why = f"no other server holds {_stages(only_here)}" if only_here else "no record came"
                 if only_here and only_here != announced:
-                    say(f"This peer has the only copy of {_stages(only_here)}: waiting for another one to join.")
+                    say(f"This peer has the only copy of {_stages(only_here)}: waiting for another server to join.")
                 announced = only_here
             within_s = min(_ASK_S, max(end_s - now_s(), 0.0))
             version = self._server.steps.version
@@ -379,5 +379,5 @@ class MembershipLifecycle:
         return (await DRAIN.ask(self._transport, coordinator, request, timeout=_LOOK_S)).alone
 
 
-def _stages(held: Sequence[int]) -> str:
-    return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
+def _stages(indices: Sequence[int]) -> str:
+    return f"stage{'s' if len(indices) != 1 else ''} {', '.join(map(str, indices)) or 'none'}"

@@ -1,4 +1,4 @@
-"""The manifest of a run: its starter's decisions for all peers, and those that the next generation keeps."""
+"""The manifest of a run: the starter's decisions for all peers, most of which the next generation keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunSpec:
 
     ranges: Sequence[range]  # the blocks of each stage
     num_servers: int  # servers to wait for
-    num_trainers: int  # the number of them that must read data, too
+    num_trainers: int  # how many of these servers must also read data
     seed: int  # seed of all random draws in the stages
     gradient_clip_norm: float | None  # bound on the norm over all stages
     gradient_clip_value: float | None  # bound on each element of the mean gradient
@@ -42,7 +42,8 @@ class RunSpec:
     open_to_trainers: bool = False  # further trainers may join
     scaling: LossScaling | None = None  # scaling of all trainers' losses in the first step
     optimizer: str | None = None  # the kind that every peer must build; see `model.optimizer_state.kind_of`
-    unportable: str = ""  # why unlike machines cannot step the model to the same bits; empty: they can
+    # Why machines of different kinds cannot compute bit-identical optimizer steps; empty: they can.
+    unportable: str = ""
     generation: int = 0  # rises with each rollback
     former_leads: Sequence[PeerId] = ()  # leads of older generations
 
@@ -86,15 +87,16 @@ def make_manifest(
 
     # The first server coordinates. The starter's own server comes first, so that the lead's control calls cross no
     # network. Keepers come next, because with strangers only they may coordinate.
-    def seniority(server: Member) -> tuple[bool, bool]:
+    def rank(server: Member) -> tuple[bool, bool]:
         return server.peer_id != me.peer_id, not may_decide(server.peer_id, keepers)
 
-    servers = sorted(servers, key=seniority)
+    servers = sorted(servers, key=rank)
     if not may_decide(servers[0].peer_id, keepers):
         raise ConfigError(
-            "a run with strangers is coordinated by a keeper that holds a stage, and none of its first "
-            f"{len(servers)} servers is one: the starter, with `role={config.role!r}`, holds none. Leave `role` out, "
-            "so that it serves, too, or have a peer serve that comes by `lightning-swarm invite --role keeper`."
+            "a run with strangers must be coordinated by a keeper that holds a stage, but none of its first "
+            f"{len(servers)} servers is a keeper, and the starter holds no stage with `role={config.role!r}`. Leave "
+            "`role` out, so that the starter serves, too, or invite a server with `lightning-swarm invite --role "
+            "keeper`."
         )
     trainers = [me, *(member for member in others if member != me)]
     rosters = discovery.assign(len(spec.ranges), servers)
@@ -124,12 +126,12 @@ def make_manifest(
         optimizer=spec.optimizer,
         unportable=spec.unportable or UNSET,
         stages=stages,
-        # Layers around a pipeline are held by the trainers that the run began with.
+        # Only the run's first trainers hold layers around a pipeline.
         open_to_trainers=spec.open_to_trainers and (not rosters or not stages[-1].on_trainers),
         former_leads=list(spec.former_leads) or UNSET,
         keepers=keepers,
     )
     oversight.allow_run(manifest)
     for index, stage in enumerate(manifest.stages):
-        check_one_kind(manifest, index, {one.peer_id: kinds.get(one.peer_id, "") for one in stage.roster})
+        check_one_kind(manifest, index, {member.peer_id: kinds.get(member.peer_id, "") for member in stage.roster})
     return manifest

@@ -23,8 +23,8 @@ from lightning_swarm.protocol.rpc import RPCS
 def start_network(
     config: SwarmConfig, entry: Entry | None, *, keeps_memory: bool = True
 ) -> tuple[Runtime, BaseTransport, Directory]:
-    """Start a real network, with its event loop in a thread of its own, for a peer that comes by `entry`."""
-    # With `keeps_memory` the process holds on to freed memory, which saves time where each step needs as much again.
+    """Start a real network, with its event loop in a thread of its own, for a peer that enters its run by `entry`."""
+    # With `keeps_memory` the process does not return freed memory, which saves time if each step needs as much again.
     return _start(
         ThreadRuntime(settings=ProcessSettings(keeps_memory=keeps_memory and not environment_tunes_malloc())),
         config.initial_peers,
@@ -57,10 +57,10 @@ def _start(
         )
     except BaseException as error:
         runtime.close()
-        # hivemind's error has a cause, the doctor's has none. The doctor got an answer at an address, so another peer,
-        # or none, listens there under that id.
+        # Only hivemind's error has a cause, not the doctor's. The doctor got an answer before, so whatever listens at
+        # the address is another peer, or no peer.
         if isinstance(error, InitialPeersSilent) and error.__cause__ is not None:
             raise InitialPeersSilent(doctor.explain(initial_peers)) from error
         raise
-    # The main thread must not wait for a peer that can no longer be reached.
+    # If this peer is cut off from all others, calls fail at once: the main thread must not wait for an answer.
     return UntilCutOff(runtime, transport.cut_off, lambda: transport.cut_off.reason), transport, directory

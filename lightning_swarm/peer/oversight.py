@@ -22,7 +22,7 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 
 def allow_run(manifest: Manifest) -> None:
-    """Raise `ConfigError` if strangers serve the run, and their work could not be audited."""
+    """Raise `ConfigError` if strangers serve the run but their work could not be audited."""
     if manifest.settings.has_strangers:
         from lightning_swarm.coordinator.audit.auditable import check_auditable
 
@@ -42,7 +42,7 @@ def oversee_results(context: PipelineContext, run: RunState, *, max_in_flight: i
 def overseer(
     context: ServerContext, steps: StepHandlers, model: Callable[[], PeerModel]
 ) -> Callable[[RunSettings], Oversight]:
-    """Return the function that chooses a run's hooks by its settings; without audits, their calls are refused."""
+    """Return a function that returns the audit hooks for a run's settings; without audits, audit calls are refused."""
     max_bytes = context.limits.max_message_bytes
     role = TaskTransport(
         context.transport,

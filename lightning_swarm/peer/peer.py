@@ -93,7 +93,7 @@ class Peer:
         self.follower = Follower(runtime, self._directory, config, self._host, self._training)
         self._tasks = TaskOwner()
         self._sending_loop: asyncio.Task[None] | None = None  # sends the loop's state to the standbys
-        self._renewing: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None  # renews this peer's announcements
         self._closed = False
 
     @property
@@ -115,20 +115,20 @@ class Peer:
         )
 
     async def _known_servers(self) -> dict[PeerId, list[str]]:
-        """Return the run's servers, and the announced servers outside it that answer; announcements outlive peers."""
+        """Return the run's servers, and announced servers outside the run if they answer."""
         known = await self._directory.known_servers()
         outside = known.keys() - {self.transport.peer_id, *self._members()}
         gone = outside - await alive_among(self.transport, outside, timeout=_PING_TIMEOUT_S)
         return {peer: addresses for peer, addresses in known.items() if peer not in gone}
 
     def _members(self) -> list[PeerId]:
-        """Return all peers of this peer's run; empty if it is in none."""
+        """Return all peers of the run that this peer is in; empty if it is in no run."""
         run = self.server.membership.run_or_none if self.server is not None else self.lead.run
         return [] if run is None else [*run.servers, *run.trainers]
 
     def serve(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
         """Start this peer's server and announce it, so that a run can admit it and assign stages to it."""
-        # With `trains` this peer also trains. With `may_take_over` it can take over if the lead dies.
+        # With `trains` this peer also trains. With `may_take_over` it could take over if the lead dies.
         self.runtime.run(self.start_server(model, trains=trains, may_take_over=may_take_over))
 
     async def start_server(self, model: PeerModel, *, trains: bool = False, may_take_over: bool = False) -> None:
@@ -150,7 +150,7 @@ class Peer:
         await self._host.serve_run(report)
 
     def leave(self) -> None:
-        """Make `serve_run` request that this peer leave; return at once, in any thread or signal handler."""
+        """Make `serve_run` leave the run; returns at once, and may be called in any thread or signal handler."""
         self.runtime.post(self._host.leave)
 
     def watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
@@ -168,11 +168,12 @@ class Peer:
         return self._tasks.spawn(work)
 
     def start_run(self, spec: RunSpec, model: PeerModel, device: torch.device, check: Callable[[], None]) -> Session:
-        """Begin a run with the servers found and the weights of `model`, and open a trainer's session in the run."""
+        """Begin a run with announced servers and the weights of `model`; return this trainer's session in the run."""
         servers = self.lead.find_servers(spec, check)
         stages = model.build_stages(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
-            self.runtime.run(self._host.start(model.twin()))  # not announced, as it holds only the trainers' stage
+            # Not announced, because it holds only the stage of the trainers.
+            self.runtime.run(self._host.start(model.twin()))
         run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
         self.runtime.run(self._renew_announcements())
         self.runtime.run(self._host.keep_joined(run))
@@ -202,7 +203,7 @@ class Peer:
         return admission.inherits_at, loop
 
     def keep_loop(self, version: int, pack: PackLoop) -> None:
-        """At the lead: begin to send its loop's state to standbys; return at once."""
+        """At the lead: begin to send the loop's state to standbys; return at once."""
         self.runtime.run(self._keep_loop(version, pack))
 
     async def _keep_loop(self, version: int, pack: PackLoop) -> None:
@@ -216,10 +217,10 @@ class Peer:
         return self.server.snapshots.ordered if self.server is not None else None
 
     def release(self, first_step: int) -> None:
-        """End the run, but keep the servers that answer for the next one, which begins at `first_step`."""
+        """End this generation of the run; servers that answer stay for the next, which begins at `first_step`."""
         self.runtime.run(self._training.leave_run())
         if self.follower.follows:
-            self._host.admission.released.clear()  # otherwise it would end calls in the next run
+            self._host.admission.released.clear()  # a set event would end calls in the next generation
         else:
             self.lead.end_generation(first_step, serves=self._host.announced)
 

@@ -1,4 +1,4 @@
-"""Notices of cloud providers that are about to take this machine away.
+"""Notices of cloud providers that they are about to take this machine away.
 
 A `Cloud` asks the metadata service of one provider, which answers on every machine of that provider and nowhere else.
 """
@@ -24,7 +24,7 @@ METADATA_ADDRESS: Final = "169.254.169.254"
 """The metadata service of all three clouds: link-local, so no packet to it leaves the machine's own network."""
 
 POLL_S: Final = 5.0
-"""Seconds between two questions, as AWS recommends; the shortest notices come 30 s before the end."""
+"""Seconds between two requests, as AWS recommends. The shortest notices come 30 s before the machine ends."""
 
 _MAX_BYTES: Final = 1 << 20
 
@@ -52,7 +52,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a metadata service to one question."""
+    """The answer of a metadata service to one request."""
 
     status: int
     text: str
@@ -115,7 +115,7 @@ class Cloud(ABC):
             return msgspec.json.decode(answer.text, type=kind)
         except msgspec.DecodeError as error:
             raise NoAnswer(
-                f"{type(self).__name__} answered {path} with another thing than a notice: {error}"
+                f"{type(self).__name__} answered {path} with something that is no notice: {error}"
             ) from error
 
 
@@ -152,7 +152,7 @@ class AWS(Cloud):
         rebalance = await self._find(_AWS_REBALANCE_PATH, _Rebalance)
         if rebalance is not None:
             at = rebalance.noticeTime
-            return f"AWS recommends to leave this spot instance, which is likely to be interrupted (said at {at})"
+            return f"AWS recommends leaving this spot instance, which is likely to be interrupted (notice of {at})"
         return None
 
     async def _find(self, path: str, kind: type[_T]) -> _T | None:
@@ -160,7 +160,7 @@ class AWS(Cloud):
         if not self._token or now_s() >= self._renew_s:
             await self._renew()
         answer = await self._get(path, {"X-aws-ec2-metadata-token": self._token}, accept=(200, 401, 404))
-        if answer.status == 401:  # the instance may have been stopped meanwhile, and its tokens with it
+        if answer.status == 401:  # the instance may have been stopped meanwhile, which ends its tokens
             await self._renew()
             answer = await self._get(path, {"X-aws-ec2-metadata-token": self._token}, accept=(200, 404))
         return None if answer.status == 404 else self._decoded(answer, kind, path)
@@ -244,7 +244,7 @@ class GCP(Cloud):
 
 def clouds(endpoint: Endpoint | None = None) -> Mapping[str, Cloud]:
     """Return all known clouds, by their names in the argument `preemption`."""
-    return {kind.name: kind(endpoint) for kind in (AWS, GCP, Azure)}
+    return {cloud.name: cloud(endpoint) for cloud in (AWS, GCP, Azure)}
 
 
 async def watch(
@@ -256,18 +256,18 @@ async def watch(
 ) -> None:
     """Poll a cloud until it announces that it will take this machine away."""
     known = clouds() if known is None else known
-    cloud = await _here(list(known.values())) if name == "auto" else known[name]
+    cloud = await _cloud_here(list(known.values())) if name == "auto" else known[name]
     if cloud is None:
         _log.info("No cloud's metadata service answers here, so no notice will precede a preemption.")
         return
-    _log.info("Asking %s every %g s whether this machine is to go.", cloud.name, every_s)
+    _log.info("Asking %s every %g s whether it will take this machine away.", cloud.name, every_s)
     answered = True
     while True:
         try:
             reason = await cloud.notice()
         except NoAnswer as error:
             if answered:
-                _log.warning("No word from %s whether this machine is to go; asking on. %s", cloud.name, error)
+                _log.warning("%s does not answer whether it will take this machine away: %s", cloud.name, error)
             answered = False
         else:
             answered = True
@@ -277,7 +277,7 @@ async def watch(
         await asyncio.sleep(every_s)
 
 
-async def _here(among: Sequence[Cloud]) -> Cloud | None:
+async def _cloud_here(candidates: Sequence[Cloud]) -> Cloud | None:
     """Return the cloud that this machine belongs to; None if none of them answers."""
 
     async def is_here(cloud: Cloud) -> bool:
@@ -286,5 +286,5 @@ async def _here(among: Sequence[Cloud]) -> Cloud | None:
         except NoAnswer:
             return False
 
-    found = await gather(is_here(cloud) for cloud in among)
-    return next((cloud for cloud, here in zip(among, found, strict=True) if here), None)
+    are_here = await gather(is_here(cloud) for cloud in candidates)
+    return next((cloud for cloud, here in zip(candidates, are_here, strict=True) if here), None)

@@ -1,6 +1,6 @@
 """How the processes of peers are started: the settings of a process, and the commands by which other machines join.
 
-A process receives settings from its starter: the first peer of its machine, or the command line.
+A process receives settings in environment variables, from the first peer of its machine or from the command line.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from lightning_swarm.peer.config import DEFAULT_RUN_ID, PeerRole, Preemption, Sw
 from lightning_swarm.peer.entry import Entry, further_identity
 from lightning_swarm.peer.kept_identity import PeerStart, keep_identity
 
-# Options of `fit` with this peer's own values, which the command for other peers leaves out.
+# Options of `fit` that are for this peer alone, so the command for other peers leaves them out.
 _OWN_OPTIONS: Final = (
     "--trainer.devices",
     *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path", "invite")),
 )
-_EXAMPLE: Final = "swarm.invite"
+_EXAMPLE_INVITE: Final = "swarm.invite"
 _ANY_SCRIPT: Final = "SCRIPT.py"
 _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 
 # Environment variables. Each overrides the script's own setting.
 JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
 LISTEN: Final = "SWARM_LISTEN"
-ANNOUNCE: Final = "SWARM_ANNOUNCE"  # addresses, a space between them; empty: the addresses where this peer listens
-IDENTITY: Final = "SWARM_IDENTITY"  # the file of the first peer's key; empty: the key that this user keeps for the run
+ANNOUNCE: Final = "SWARM_ANNOUNCE"  # addresses, a space between them; empty: the addresses that this peer listens on
+IDENTITY: Final = "SWARM_IDENTITY"  # key file of the machine's first peer; empty: the one kept for this user and run
 ROLE: Final = "SWARM_ROLE"
 INVITE: Final = "SWARM_INVITE_FILE"
 PREEMPTION: Final = "SWARM_PREEMPTION"
@@ -44,12 +44,12 @@ PREEMPTION: Final = "SWARM_PREEMPTION"
 NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
 _RUN: Final = "SWARM_RUN_ID"
 _RANK: Final = "SWARM_LOCAL_RANK"
-_TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
+_TRAINS: Final = "SWARM_TRAINS"  # not empty: this process, a child of the first peer, also reads data
 _LAUNCH: Final = "SWARM_LAUNCH_ID"
 
 
 def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry | None, *, num_peers: int = 1) -> str:
-    """Return instructions by which other peers join, or start the run that this server waits for."""
+    """Return instructions for other peers to join, or to start the run that this server waits for."""
     # `num_peers` is the number of peers that a machine starts when it runs this program.
     address = most_reachable(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
@@ -62,46 +62,44 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
         words = shlex.join(["-m", _program_name(), *program.module_arguments(_program_name())])
     else:
         words = shlex.join([_program_name(), *program.own_arguments(_main_file())])
-    join = f"{address} {words}" if entry is None else f"{address} --invite {_EXAMPLE} {words}"
+    join = f"{address} {words}" if entry is None else f"{address} --invite {_EXAMPLE_INVITE} {words}"
     waits = config.only_serves and not config.initial_peers
     if waits:
-        said = (
+        text = (
             f"This server waits for its run. A peer {where}starts it with {_start_command(address, words, entry)}\n"
             f"More servers: lightning-swarm serve {join}"
         )
     elif config.only_serves:
-        said = (
-            f"This peer asks for a place in run {config.run_id!r}. Ctrl-C or SIGTERM has it leave between two steps. "
+        text = (
+            f"This peer asks to join run {config.run_id!r}. On Ctrl-C or SIGTERM it leaves between two steps. "
             f"Peers {where}can join here, too: lightning-swarm join {join}"
         )
     else:
-        said = f"Peers {where}can join this run: lightning-swarm join {join}"
+        text = f"Peers {where}can join this run: lightning-swarm join {join}"
     if words == _ANY_SCRIPT:
-        said = f"{said} ({_ANY_SCRIPT}: a script that builds the same module and calls `fit`)"
-    return (
-        said
-        if entry is None
-        else f"{said}\n{_how_to_invite(config, entry, 'trainer' if waits else 'server', num_peers)}"
-    )
+        text = f"{text} ({_ANY_SCRIPT}: a script that builds the same module and calls `fit`)"
+    if entry is None:
+        return text
+    return f"{text}\n{_how_to_invite(config, entry, 'trainer' if waits else 'server', num_peers)}"
 
 
 def _start_command(address: Address, words: str, entry: Entry | None) -> str:
     if _is_command():
-        invite = "" if entry is None else f" --trainer.strategy.invite {_EXAMPLE}"
+        invite = "" if entry is None else f" --trainer.strategy.invite {_EXAMPLE_INVITE}"
         options = f"--trainer.strategy.role both --trainer.strategy.initial_peers {address}"
         return f"lightning-swarm fit {words} {options}{invite}"
-    invite = "" if entry is None else f", invite={_EXAMPLE!r}"
+    invite = "" if entry is None else f", invite={_EXAMPLE_INVITE!r}"
     return f"SwarmStrategy(role='both', initial_peers='{address}'{invite})"
 
 
 def _how_to_invite(config: SwarmConfig, entry: Entry, role: str, num_peers: int) -> str:
     run = "" if config.run_id == DEFAULT_RUN_ID else f" --run-id {shlex.quote(config.run_id)}"
     uses = f" --uses {num_peers}" if num_peers > 1 else ""
-    command = f"lightning-swarm invite --role {role}{uses}{run} --out {_EXAMPLE}"
+    command = f"lightning-swarm invite --role {role}{uses}{run} --out {_EXAMPLE_INVITE}"
     how = (
         "Make the file on this machine, and send it in private" if entry.is_owner else "The run's owner makes the file"
     )
-    return f"Only peers with an invitation are let in. {how}: {command}"
+    return f"Only peers with an invitation are admitted. {how}: {command}"
 
 
 def _is_command() -> bool:
@@ -120,7 +118,7 @@ def _program_name() -> str:
 
 
 def _for_others(arguments: Sequence[str]) -> list[str]:
-    """Return the options of `fit` without this peer's own options."""
+    """Return the options of `fit` without those in `_OWN_OPTIONS`."""
     kept: list[str] = []
     rest = list(arguments)
     while rest:
@@ -133,7 +131,7 @@ def _for_others(arguments: Sequence[str]) -> list[str]:
 
 
 def _spec() -> ModuleSpec | None:
-    """Return the spec of the module that is ``__main__`` now, because `runpy` may replace it; None for a script."""
+    """Return the spec of the program's main module; None for a script. Not cached, because `runpy` may replace it."""
     return getattr(sys.modules["__main__"], "__spec__", None)
 
 
@@ -143,7 +141,7 @@ def _main_file() -> str:
 
 def child_command() -> list[str]:
     """Return the command line that runs this script or module again in a child process, with the same arguments."""
-    # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
+    # -P: modules in the folder of the bootstrap, this package, must not shadow those of the standard library.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
     if _spec() is not None:
         return [*python, "-m", _program_name(), *program.module_arguments(_program_name())]
@@ -151,7 +149,7 @@ def child_command() -> list[str]:
     script = program.start_folder() / name
     if not script.is_file():
         raise ConfigError(
-            f"`devices` above 1 starts this script again for every peer, and {name!r} is no file. "
+            f"`devices` above 1 starts this script again for every peer, but {name!r} is no file. "
             "Put the code into a script, or use `devices=1`."
         )
     return [*python, str(script.resolve()), *program.own_arguments(str(script))]
@@ -163,7 +161,7 @@ def local_rank() -> int:
 
 
 def is_trainer() -> bool:
-    """Return whether this process was started by the first peer of its machine in order to train, too."""
+    """Return whether the first peer of this machine started this process to train, too."""
     return bool(os.environ.get(_TRAINS))
 
 
@@ -171,12 +169,12 @@ def talks_to_neighbours() -> bool:
     """Return whether this peer connects to other peers of its machine directly, not through their libp2p daemons."""
     value = os.environ.get(NEIGHBOURS, "1")
     if value not in ("0", "1"):
-        raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {value!r}. Leave it out: that means 1.")
+        raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {value!r}. Leave it out for 1.")
     return value == "1"
 
 
 def environment_tunes_malloc() -> bool:
-    """Return whether the environment sets how glibc handles freed memory. If so, the swarm changes no such setting."""
+    """Return whether the environment sets how glibc handles freed memory; the swarm must not override that."""
     return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
 
 
@@ -212,13 +210,13 @@ def child_environment(
 
 def owners_folder() -> Path:
     """Return the folder with the keys of this user's runs; raise `ConfigError` if the user has no place for it."""
-    given = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    config_home = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
-        return (given if given.is_absolute() else Path.home() / ".config") / "lightning-swarm"
+        return (config_home if config_home.is_absolute() else Path.home() / ".config") / "lightning-swarm"
     except RuntimeError as error:  # a container's user may have no home directory
         raise ConfigError(
-            "the owner's key needs a folder, and this user has no home. Set XDG_CONFIG_HOME to a folder that lasts, "
-            "or give an invitation to the run by `invite`."
+            "the owner's key needs a folder, but this user has no home directory. Set XDG_CONFIG_HOME to a folder that "
+            "lasts, or name an invitation to the run by `invite`."
         ) from error
 
 
@@ -238,7 +236,7 @@ def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
     """Replace an empty `identity_path` by the file of the key that this user keeps for the run."""
     if config.identity_path != "":
         return config
-    # Without an invitation there are no uses to save, so a new id is as good.
+    # Without invitations no uses are counted, so each start may have a new id.
     path = keep_identity(owners_folder, config.run_id, PeerStart.of(config)) if config.is_invited else None
     return replace(config, identity_path=path)
 

@@ -1,4 +1,4 @@
-"""A peer's server, which is started on demand and kept from run to run."""
+"""A peer's server, which is started on demand and stays for later runs."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ServerHost:
     me: Member
     server: Server | None = field(default=None, init=False)  # None: this peer holds no stage
     announced: bool = field(default=False, init=False)  # runs can find the server
-    _leaves: bool = field(default=False, init=False)  # this peer asked to leave the run
+    _is_leaving: bool = field(default=False, init=False)  # `leave` was called
     may_take_over: bool = field(default=False, init=False)  # this peer could take over from a lead that is gone
     _lifecycle: MembershipLifecycle | None = field(default=None, init=False)
     _tasks: TaskOwner = field(default_factory=TaskOwner, init=False)
-    # The task that makes the server join again while this peer trains.
+    # The task that keeps the server in the run while this peer trains.
     _serving: asyncio.Task[None] | None = field(default=None, init=False)
 
     @property
@@ -67,7 +67,7 @@ class ServerHost:
         )
 
     async def start(self, model: PeerModel) -> None:
-        """Start the server without announcing it, or keep the present server for the next run."""
+        """Start the server without announcing it; keep a server that is already there for the next generation."""
         if self.server is not None:  # the run rolled back, and this peer begins or joins its next generation
             if not self.server.membership.has_run:
                 self.server.admission.model = model
@@ -106,8 +106,8 @@ class ServerHost:
         """Return why this peer could not lead a run; empty if it could."""
         if not self.may_take_over:
             return "it was not started with data and the whole model"
-        other = self._config.settings.first_difference(manifest.settings, SET_BY_EACH_LEAD)
-        return f"its program has another `{other}`" if other else ""
+        setting = self._config.settings.first_difference(manifest.settings, SET_BY_EACH_LEAD)
+        return f"its program has another `{setting}`" if setting else ""
 
     async def serve_run(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over or this peer has left it."""
@@ -115,12 +115,12 @@ class ServerHost:
         try:
             await self._lifecycle.serve_run(say)
         finally:
-            if self._leaves:  # otherwise later joiners would try to reach this peer for up to an hour
+            if self._is_leaving:  # otherwise later joiners would try to reach this peer for up to an hour
                 await self._directory.withdraw()
 
     def leave(self) -> None:
         """Make `serve_run` ask the run to let this peer leave."""
-        self._leaves = True
+        self._is_leaving = True
         if self._lifecycle is not None:
             self._lifecycle.leave()
 
@@ -138,9 +138,9 @@ class ServerHost:
         # Without a selection the run only evaluates.
         if self._lifecycle is None or not self.announced or run.manifest.selection is None:
             return
-        # A server cannot join the layers around a pipeline again. After a rollback the task of `_serving` still runs.
-        around = run.manifest.stages[-1].on_trainers and not run.manifest.is_whole
-        if around or (self._serving is not None and not self._serving.done()):
+        # No server can join again to hold the layers around a pipeline. After a rollback, `_serving` still runs.
+        holds_local_layers = run.manifest.stages[-1].on_trainers and not run.manifest.is_whole
+        if holds_local_layers or (self._serving is not None and not self._serving.done()):
             return
         await self._tasks.start()
         self._serving = self._tasks.spawn(self._lifecycle.serve_beside_trainer())
@@ -151,7 +151,7 @@ class ServerHost:
         return membership.is_member and self.admission.ready.is_set() and membership.run.version >= version
 
     async def until_member(self, version: int) -> None:
-        """Wait until the run has admitted the server, at this version or later; raise if it never will."""
+        """Wait until the run has admitted the server, at this version or later; raise if `_serving` ended before."""
         while not self.is_member(version):
             if self._serving is not None and self._serving.done():
                 raise Unreachable(
@@ -166,10 +166,10 @@ class ServerHost:
             await asyncio.wait({self._serving}, timeout=self._config.limits.drain_timeout)
 
     async def until_dismissed(self) -> None:
-        """Wait until the run is over. `_serving`, if it runs, also notices a run that ended without a dismissal."""
+        """Wait until the run is over."""
         if self._serving is None:
             await self.admission.left.wait()
-        else:
+        else:  # also notices a run that ended without dismissing this peer
             await asyncio.wait({self._serving})
 
     def runtime_until_over(
@@ -180,7 +180,7 @@ class ServerHost:
         return UntilRunEnds(
             runtime,
             admission.left,
-            rolled_back or asyncio.Event(),  # None: the lead, which rolls back itself
+            rolled_back or asyncio.Event(),  # the lead passes None, because it rolls back itself
             ending_error=lambda: admission.trainers_error,
             is_cut_off=lambda: self._directory.transport.closed,
             grace_s=grace_s,

@@ -1,4 +1,4 @@
-"""Prompts of other peers that wait for the lead's loop, which continues them between two steps."""
+"""Prompts from other peers that wait for the lead's loop, which continues them between two steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ MAX_WAITING: Final = 16
 
 @dataclass(eq=False)
 class WaitingPrompt:
-    """A prompt of another peer, and its text so far."""
+    """A prompt from another peer, and its text so far."""
 
     caller: PeerId
     request: RunTextRequest
     answer: asyncio.Future[RunText]
-    tokens: list[int] = field(default_factory=list)  # of the prompt and the text so far; empty: not begun
-    num_prompt: int = 0
+    tokens: list[int] = field(default_factory=list)  # tokens of the prompt and the text so far; empty: not begun
+    num_prompt: int = 0  # the prompt's number of tokens
     steps: list[int] = field(default_factory=list)  # the steps whose weights have written the text so far
 
 
 class TextRequests:
-    """The waiting prompts of one peer. Handlers run on the loop, and the methods in the trainer's thread."""
+    """The prompts that wait at one peer. Handlers run on the event loop, and public methods in the trainer's thread."""
 
     def __init__(self, transport: Transport, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
@@ -40,15 +40,16 @@ class TextRequests:
     async def _handle(self, caller: PeerId, request: RunTextRequest) -> RunText:
         if not self.is_open:
             raise NotMember(
-                "this peer leads no run that continues prompts of other peers. Give its Trainer the callback "
+                "this peer leads no run that continues prompts from other peers. Give its Trainer the callback "
                 "`SampleText(answers=True)`, and wait until it trains."
             )
         waiting = WaitingPrompt(caller, request, asyncio.get_running_loop().create_future())
         self._waiting[waiting] = None
-        if len(everyone := list(self._waiting)) > MAX_WAITING:
-            number = Counter(one.caller for one in everyone)
-            newest = max(reversed(everyone), key=lambda one: number[one.caller])  # of the caller with most
-            self.finish(newest, Busy(f"{MAX_WAITING} prompts wait here already. Ask again later."))
+        if len(prompts := list(self._waiting)) > MAX_WAITING:
+            num_by_caller = Counter(prompt.caller for prompt in prompts)
+            # The newest prompt of the caller that has most prompts here.
+            refused = max(reversed(prompts), key=lambda prompt: num_by_caller[prompt.caller])
+            self.finish(refused, Busy(f"{MAX_WAITING} prompts wait here already. Ask again later."))
         try:
             return await waiting.answer
         finally:
@@ -56,12 +57,12 @@ class TextRequests:
 
     def waiting(self, number: int) -> list[WaitingPrompt]:
         """Return at most `number` prompts: each caller's oldest, then each caller's second, and so on."""
-        turns = Counter[PeerId]()
-        found = []
-        for one in list(self._waiting):
-            found.append((turns[one.caller], one))
-            turns[one.caller] += 1
-        return [one for _, one in sorted(found, key=lambda it: it[0])][:number]
+        num_by_caller = Counter[PeerId]()
+        turns: dict[WaitingPrompt, int] = {}
+        for prompt in list(self._waiting):
+            turns[prompt] = num_by_caller[prompt.caller]
+            num_by_caller[prompt.caller] += 1
+        return sorted(turns, key=turns.__getitem__)[:number]
 
     def finish(self, waiting: WaitingPrompt, result: RunText | SwarmError) -> None:
         """Answer a prompt with its text or an error."""
@@ -81,4 +82,4 @@ class TextRequests:
         """Accept no more prompts, and refuse the waiting prompts."""
         self.is_open = False
         for waiting in list(self._waiting):
-            self.finish(waiting, Busy("the training ended before this text did. Ask again if it goes on."))
+            self.finish(waiting, Busy("the training ended before this text was complete. Ask again if it continues."))

@@ -1,4 +1,4 @@
-"""A peer's part as a trainer: opens sessions in one run after another, on one set of handlers and one cache."""
+"""A peer's part as a trainer: opens sessions in one run after another, with shared handlers and a shared cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 
-# If no microbatch size is set. With M microbatches a pipeline of S stages is busy for M / (M + S - 1) of the time.
+# Used if no microbatch size is set. A pipeline of S stages with M microbatches is busy for M / (M + S - 1) of the time.
 _MICROBATCHES_PER_STAGE: Final = 4
 # Bits of a random first serial number of batches. The coordinator finds a batch's place in a step by trainer and
 # serial, so a restarted trainer with its former id must not repeat serials.
@@ -48,12 +48,12 @@ class TrainerRole:
     _tickets: TicketStore
     _config: SwarmConfig
     _events: EventLog
-    _rng: random.Random  # breaks ties of routing
+    _rng: random.Random  # breaks routing ties
     _connect: Callable[[], Awaitable[None]]  # makes the run's servers reachable
 
     def __post_init__(self) -> None:
         self._copies = ReplayBuffer(self._config.limits.cache_bytes)
-        # Refuses calls of a former run.
+        # Refuses late calls of a former run.
         self._run_transport = TaskTransport(self._transport, (), {}, idle="trains in no run")
 
     def open(
@@ -83,7 +83,7 @@ class TrainerRole:
         return Session(runtime, pipeline, steps, run.manifest, local_layers=local_layers, is_lead=is_lead)
 
     def _step_client(self, run: RunState, context: PipelineContext) -> StepClient:
-        """Return the trainer's step client."""
+        """Return the client by which this trainer asks the coordinator for leases and records."""
         # A trainer that came later may leave and come back while the run continues, so its serials begin at random.
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
@@ -127,7 +127,7 @@ class TrainerRole:
             self._copies,
             limits.stage_timeout,
         )
-        # These register handlers with the transport, which keep them alive.
+        # These register handlers with the transport, which keeps them alive.
         avoid_when_asked(context, run)
         Replayer(context, run, max_in_flight=limits.max_in_flight)
         oversee_results(context, run, max_in_flight=limits.max_in_flight)
@@ -146,5 +146,5 @@ class TrainerRole:
 def _wanted_microbatches(routers: Sequence[StageRouter], own: PeerId) -> int:
     """Return how many microbatches keep all servers busy; one if a single server, or this peer, computes all stages."""
     widest = max(len(router.peers) for router in routers)
-    alone = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))
-    return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(routers), widest)
+    is_single = widest == 1 and (len(routers) == 1 or all(own in router.peers for router in routers))
+    return 1 if is_single else _MICROBATCHES_PER_STAGE * max(len(routers), widest)

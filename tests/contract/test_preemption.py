@@ -53,7 +53,7 @@ def test_aws_recommends_to_leave_before_it_interrupts(service: Metadata) -> None
     service.be_aws()
     service.pages[REBALANCE] = '{"noticeTime": "2026-10-27T08:22:00Z"}'
     assert run(AWS(service.endpoint).notice()) == (
-        "AWS recommends to leave this spot instance, which is likely to be interrupted (said at 2026-10-27T08:22:00Z)"
+        "AWS recommends leaving this spot instance, which is likely to be interrupted (notice of 2026-10-27T08:22:00Z)"
     )
 
 
@@ -194,7 +194,7 @@ def test_asking_goes_on_while_there_is_no_answer(service: Metadata, caplog: pyte
     told, over = watched(service, "gcp", until=60.0, at={22.0: repair})
     assert told == [(25.0, REASONS["gcp"])]
     assert over
-    assert caplog.text.count("No word from gcp whether this machine is to go") == 1
+    assert caplog.text.count("gcp does not answer whether it will take this machine away") == 1
 
 
 def test_by_itself_a_cloud_is_asked_at_the_address_that_all_of_them_have() -> None:

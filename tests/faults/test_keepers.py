@@ -82,7 +82,7 @@ def test_without_a_keeper_that_serves_no_run_begins() -> None:
     with local_swarm(3, num_stages=2, trust=Trust("audited", audit_share=0.0), role="trainer") as swarm:
         trainer = swarm.trainer(max_steps=2)
         with pytest.raises(
-            ConfigError, match=r"a run with strangers is coordinated by a keeper that holds a stage.*role='"
+            ConfigError, match=r"a run with strangers must be coordinated by a keeper that holds a stage.*role='"
         ):
             trainer.fit(Net(), data())
 

@@ -133,7 +133,7 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     joiner.process.send_signal(signal.SIGTERM)
     assert joiner.wait() == 0, "".join(joiner.output)
     assert any("Leaving run 'swarm' with one of its next records" in line for line in joiner.output)
-    assert any("Run 'swarm' has let this peer go." in line for line in joiner.output)
+    assert any("Run 'swarm' has released this peer." in line for line in joiner.output)
     left = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 2)
     assert left["step"] >= seen["step"]
     watch_until(onlooker, lambda seen: seen["step"] > left["step"])  # the run continues without it

@@ -193,7 +193,7 @@ def test_servers_wait_and_a_run_from_a_file_is_joined(machines: list[Machine]) -
     address = re.findall(rf"{_FIRST}:31337/\w+", wait_for(waiting, "More servers: "))[0]
     invite(first, second, "lightning-swarm invite --role server --out swarm.invite")
     guest = second.type_in(with_address(serve_second, address), SWARM_INVITE_FILE="swarm.invite")
-    wait_for(guest, "asks for a place in run 'swarm'")
+    wait_for(guest, "asks to join run 'swarm'")
     kill(guest)
     kill(waiting)
 

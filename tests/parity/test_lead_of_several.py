@@ -441,7 +441,7 @@ def test_a_standby_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pyt
     assert len(seen.killed) == 2
     (left,) = {1, 2} - set(dead(seen))
     assert isinstance(seen.errors[left], Unreachable)
-    assert "which was to go on with the run, has not answered for 0.5 s" in str(seen.errors[left])
+    assert "which was to continue the run, has not answered for 0.5 s" in str(seen.errors[left])
 
 
 @pytest.mark.thorough

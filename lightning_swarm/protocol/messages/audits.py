@@ -37,7 +37,7 @@ _MAX_WORK: Final = 1 << 16
 
 
 class SketchRequest(WireMessage, frozen=True):
-    """The coordinator asks a server for sketches of its frozen sums, by a seed drawn after they were settled."""
+    """The coordinator asks a server for sketches of its frozen sums, under a seed drawn after they were frozen."""
 
     generation: Count
     step: Count
@@ -75,7 +75,7 @@ class AuditOrder(WireMessage, frozen=True):
     step: Count
     order: Challenge  # identifies the auditors' findings
     work: Annotated[list[AuditWork], msgspec.Meta(max_length=_MAX_WORK)]
-    compare: bool = False  # the auditor computes on another kind of machine: it compares numbers, not digests
+    compare: bool = False  # auditors are machines of another kind, so they compare numbers instead of digests
 
 
 class AuditOrderReply(WireMessage, frozen=True):
@@ -142,7 +142,8 @@ class AuditFinding(WireMessage, frozen=True):
     stage_index: Count
     receipts: Receipts  # the recomputed microbatches
     origins: Origins  # origins of their batches, as received; the weights scale the gradients in the sum
-    # In the order of the receipts; by the auditor's own computation, or by results if numbers are compared.
+    # In the order of the receipts. Digests of the auditor's own results or, if numbers are compared, of the results
+    # that the audited server sent.
     claims: Claims
     refused: Receipts  # microbatches whose kept tensors the audited server did not send
     unheard: Receipts  # microbatches about which the audited server did not answer
@@ -151,7 +152,7 @@ class AuditFinding(WireMessage, frozen=True):
     magnitude: NotNegative  # sum of the norms of the added gradients, to which rounding errors are relative
     precision: ShortText  # dtype of the computation
     touched: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]  # bitmap over the parameters that have a gradient
-    # If numbers are compared: the largest relative distance of an output or an input's gradient.
+    # If numbers are compared: the largest relative distance between the auditor's and the audited server's results.
     distance: NotNegative | msgspec.UnsetType = msgspec.UNSET
 
 

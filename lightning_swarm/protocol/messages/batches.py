@@ -34,7 +34,7 @@ class GrantRequest(WireMessage, frozen=True):
     num_samples: NumSamples
     generation: Count  # the run's generation, as the trainer knows it
     gradient_scale: Positive = 1.0  # the factor of the trainer's losses; the same for all batches of a step
-    number: Count = 0  # counts the trainer's batches from 1: a repeated request gets the same lease; 0: not given
+    number: Count = 0  # serial number of the trainer's batch, so that a repeated request gets the same lease; 0: none
     # The batch, if trainers share an epoch's order. An index past the last batch asks whether the epoch is complete.
     batch: BatchNumber | None = None
 
@@ -53,7 +53,7 @@ class Grant(WireMessage, frozen=True):
 
 
 class WaitForRecord(WireMessage, frozen=True):
-    """The coordinator answers that the open step is full, and after which record the trainer is to ask again."""
+    """The coordinator answers that the open step is full, and names the record after which the trainer asks again."""
 
     step: Count | None  # the record's step; None: the lead has not begun yet
 
@@ -67,7 +67,8 @@ class GrantReply(WireMessage, frozen=True):
     passed: bool = False  # another trainer has the batch, or it counts already; at an epoch's end: all batches count
 
 
-MAX_LOGS = 256  # most names that a trainer's batches of one step may log with `sync_dist=True`; and that the lead gets
+# Most names that `sync_dist=True` may log in a step: in one trainer's batches, and in the coordinator's reply.
+MAX_LOGS = 256
 MAX_WEIGHT: Final = 1 << 53  # largest weight of a logged value: up to it, floats count exactly
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]  # how the values of several batches are combined
 
@@ -93,30 +94,30 @@ class LoggedValue(WireMessage, frozen=True):
 def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
     """Combine logged values by name, as if one process had logged them all."""
     folded: dict[str, LoggedValue] = {}
-    for value in logs:
-        other = folded.get(value.name)
-        folded[value.name] = value if other is None else _combine(other, value)
+    for logged in logs:
+        earlier = folded.get(logged.name)
+        folded[logged.name] = logged if earlier is None else _combine(earlier, logged)
     return list(folded.values())
 
 
-def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
-    batch_size = min(one.batch_size + other.batch_size, MAX_WEIGHT)
-    if one.reduce == "mean":
+def _combine(first: LoggedValue, second: LoggedValue) -> LoggedValue:
+    batch_size = min(first.batch_size + second.batch_size, MAX_WEIGHT)
+    if first.reduce == "mean":
         # Two batches of size 0 have no mean. Any value will do, because its weight is 0.
-        value = (one.value * one.batch_size + other.value * other.batch_size) / (batch_size or 1)
-    elif one.reduce == "sum":
-        value = one.value + other.value
+        value = (first.value * first.batch_size + second.value * second.batch_size) / (batch_size or 1)
+    elif first.reduce == "sum":
+        value = first.value + second.value
     else:
-        value = max(one.value, other.value) if one.reduce == "max" else min(one.value, other.value)
-    return msgspec.structs.replace(one, value=value, batch_size=batch_size)
+        value = max(first.value, second.value) if first.reduce == "max" else min(first.value, second.value)
+    return msgspec.structs.replace(first, value=value, batch_size=batch_size)
 
 
 class MetricState(WireMessage, frozen=True):
-    """The updates of a batch, or of several, to a torchmetrics object that is logged with `sync_dist=True`."""
+    """The updates of one or more batches to a torchmetrics object that is logged with `sync_dist=True`."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]  # name of the object in the LightningModule
     num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # so that sums fit into 64 bits
-    lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each state, in declared order
+    lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # number of tensors of each declared state
 
 
 class BatchMetrics(WireMessage, frozen=True):
@@ -129,9 +130,9 @@ class BatchMetrics(WireMessage, frozen=True):
 
     def check_tensors(self, number: int) -> None:
         """Refuse a number of tensors that does not match the states."""
-        expected = sum(length for one in self.metrics for length in one.lengths)
+        expected = sum(length for state in self.metrics for length in state.lengths)
         if number != expected:
-            raise ProtocolError(f"these metrics have {expected} tensors, got {number}")
+            raise ProtocolError(f"these metrics must have {expected} tensors, got {number}")
 
 
 class MetricsRequest(WireMessage, frozen=True):
@@ -154,7 +155,7 @@ class BatchArmed(WireMessage, frozen=True):
 
 
 class BatchBegins(WireMessage, frozen=True):
-    """The lead reports that it begins a batch with an earlier lease, during which a late record may come."""
+    """The lead reports that it begins a batch with an earlier lease; a late record may come during the batch."""
 
     generation: Count
     step: Count
@@ -165,7 +166,7 @@ class BatchDone(WireMessage, frozen=True):
     """A trainer reports that a batch is complete, with all its receipts, or withdrawn."""
 
     step: Count  # the batch's step, so that a late message does not close the next step
-    lease: int | None  # None: the batch was withdrawn before, and this only asks to close the step
+    lease: int | None  # None: the batch was withdrawn before, and this message only asks to close the step
     completed: list[Receipt]
     withdrawn: bool
     close: bool  # the lead asks to close the step with the batches that it has
@@ -177,11 +178,11 @@ class BatchDone(WireMessage, frozen=True):
     begun: bool = False  # its backward has begun, so a withdrawn batch may have gradients in the sums
     dropped: bool = False  # its own `training_step` withdrew it: no trainer may bring it again
     version: Count = 0  # the newest version that the trainer knows
-    # For the lead, if the batch counts.
+    # The lead gets these if the batch counts.
     logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
     # Only from a trainer that trains alone. If the step closes now, the call also waits for the step's end.
     ends: RecordRequest | None = None
-    # Likewise: the call also asks for a lease for the next batch, in any step that has room.
+    # Also only from such a trainer: requests a lease for the next batch, in any step that has room.
     following: GrantRequest | None = None
 
 
@@ -191,7 +192,7 @@ class BatchDoneReply(WireMessage, frozen=True):
     closing: bool
     ended: RecordReply | None = None  # answers `ends`; or, if the step stays open, carries the imminent record
     grant: Grant | None = None  # answers `following`, unless the lease has to wait
-    # Only to the lead, with delayed steps: the step whose record is decided or about to be, and that it does not know.
+    # Only to the lead, with delayed steps: the step whose record is decided, or about to be, but unknown to the lead.
     imminent: Count | None = None
 
 
@@ -256,9 +257,9 @@ class Lease(WireMessage, frozen=True):
 class ReportReply(WireMessage, frozen=True):
     """A trainer reports to a new coordinator its batches in the open steps, and in the step before them."""
 
-    begun: bool  # it has had a lease since the run began or rolled back
+    begun: bool  # the trainer has had a lease since the run began or rolled back
     leases: list[Lease]
-    closed: list[tuple[Count, Positive | None]]  # steps that it asked to close, with their total weights
+    closed: list[tuple[Count, Positive | None]]  # steps that the trainer asked to close, with their total weights
     # Only from the lead, if trainers share epochs' orders: plans of current epochs, and where the generation began.
     plans: Annotated[list[EpochPlan], msgspec.Meta(max_length=MAX_PLANS)] = msgspec.field(default_factory=list)
     position: BatchNumber | None = None
@@ -286,7 +287,7 @@ Metrics = tuple[list[bytes], list[Any]]  # encoded `MetricState`s, and the tenso
 
 
 class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `ResumePoint` and its `LoopState` in the form in which they are sent, with `WireMessage`s encoded."""
+    """A `ResumePoint` and its `LoopState` as they are sent, with `WireMessage`s encoded."""
 
     checkpoint: dict[str, Any]  # Lightning's, with `Awaited` in place of weights and optimizer state
     parameter_names: list[str]  # names in the optimizer's order
@@ -309,17 +310,17 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, value: Any) -> TravellingLoop:
-        """Read another peer's loop; refuse it if any part could not be read when the loop resumes."""
+        """Read another peer's loop; refuse it now if any part could not be decoded when the loop resumes."""
         try:
             loop = msgspec.convert(value, cls)
         except msgspec.ValidationError as error:
-            raise ProtocolError(f"the state of a loop has other fields: {error}") from error
+            raise ProtocolError(f"a loop's state must have the fields of `{cls.__name__}`: {error}") from error
         missing = [name for name in NEEDED if name not in loop.checkpoint]
         loops = loop.checkpoint.get("loops")
         fit_loop = loops.get("fit_loop") if isinstance(loops, dict) else None
         if missing or not isinstance(fit_loop, dict) or not isinstance(fit_loop.get("state_dict"), dict):
             raise ProtocolError(
-                f"the state of a loop is a checkpoint with {', '.join(NEEDED)}; lacks {missing or 'loops'}"
+                f"a loop's state must be a checkpoint with {', '.join(NEEDED)}; it lacks {missing or 'loops'}"
             )
         for record, logs, metrics in loop.heard:
             decode(record, Record)
@@ -337,4 +338,4 @@ def _check_decodable(logs: Iterable[bytes], metrics: Iterable[Metrics]) -> None:
     for states, tensors in metrics:
         expected = sum(sum(decode(state, MetricState).lengths) for state in states)
         if expected != len(tensors):
-            raise ProtocolError(f"the states of metrics are made of {expected} tensors, got {len(tensors)}")
+            raise ProtocolError(f"the states of these metrics must have {expected} tensors, got {len(tensors)}")

@@ -14,7 +14,8 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, WireMessage
 
 MAX_MICROBATCHES: Final = 1 << 19  # most microbatches of a batch
-PLACES: Final = 1 << 26  # most samples of a step; a batch granted again gets a `first` higher by a multiple of this
+# Most samples of a step. If the same batch is granted again, a multiple of this number is added to its `first`.
+PLACES: Final = 1 << 26
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
 Direction = Literal["forward", "backward"]
@@ -44,7 +45,7 @@ class WaitReply(WireMessage, frozen=True):
 
     ready: bool
     report: bytes = b""  # the producer's message about the tensors
-    taken: bytes | None = None  # the body that belongs to the tensors in this reply; None: the reply has no tensors
+    taken: bytes | None = None  # body of the message whose tensors this reply includes; None: it includes no tensors
 
 
 class FetchRequest(WireMessage, frozen=True):
@@ -55,17 +56,19 @@ class FetchRequest(WireMessage, frozen=True):
 
 
 class CallKey(WireMessage, frozen=True):
-    """Identifies a microbatch by its place in the step, so that it is the same from whichever trainer it comes."""
+    """Identifies a microbatch by its place in the step, so the key does not depend on the trainer that sends it."""
 
     generation: Count  # rises when the run rolls back
     step: Count  # also the weight version that forward and backward use
     first: Count  # position in the step of the batch's first sample
     index: Index  # index of the microbatch in its batch
     call: Count  # counts the pipeline's calls within a training_step
-    # No step counts the microbatch. `call` continues to count, and `first` is 0, or a multiple of `PLACES` for a probe.
+    # Whether the microbatch belongs to an evaluation, which no step counts. Then `call` counts on through the
+    # evaluation, and `first` is 0; for a probe, `first` is a positive multiple of `PLACES`.
     evaluation: bool = False
-    weights: Count = 0  # the number of evaluation weights; 0: the weights of the step
-    input_only: Count = 0  # number of a backward for the input's gradient only; 0: the backward that counts
+    weights: Count = 0  # which evaluation weights to use, by their number; 0: the weights of the step
+    # Counts backwards that compute only the gradient of the input, from 1; 0: the backward that adds to the sums.
+    input_only: Count = 0
 
     @classmethod
     def of(cls, generation: int, step: int, receipt: Receipt) -> CallKey:
@@ -83,13 +86,13 @@ class CallKey(WireMessage, frozen=True):
         """Return the beginning of the ticket names of one call's result, which is equal for all callers."""
         kind = f"e{self.weights}." if self.evaluation else "t"
         batch = batch_name(self.generation, self.step, self.first, kind)
-        # All backwards of a call share its forward, and each has a result of its own.
-        number = f".i{self.input_only}" if self.input_only and direction == "backward" else ""
-        return f"{batch}{self.index}.c{self.call}{number}/{stage_index}/{direction}"
+        # All backwards of a call share its forward, but each has a result of its own.
+        backward = f".i{self.input_only}" if self.input_only and direction == "backward" else ""
+        return f"{batch}{self.index}.c{self.call}{backward}/{stage_index}/{direction}"
 
     @property
     def adds(self) -> bool:
-        """True if the backward may add to a step's sums."""
+        """True if the backward may add its gradient to a step's sums."""
         return not self.evaluation and not self.input_only
 
     def __str__(self) -> str:
@@ -108,7 +111,7 @@ class CallKey(WireMessage, frozen=True):
 
 
 def batch_name(generation: int, step: int, first: int, kind: str = "t") -> str:
-    """Return the beginning of the names of all calls of a batch."""
+    """Return the beginning of the names of a batch's calls; `kind` is "t" in training, "e<weights>." in evaluations."""
     return f"g{generation}.s{step}.{kind}{first}+"
 
 
@@ -125,7 +128,7 @@ class ModuleStates(WireMessage, frozen=True):
 
     # Whether a module is in train mode, where that differs from the module around it.
     modes: Annotated[dict[ModuleName, bool], msgspec.Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
-    # Plain values; a sequence begins with whether it is a tuple.
+    # Plain values. The first element of each sequence is a flag: whether the sequence is a tuple.
     attributes: Annotated[
         dict[ModuleName, Annotated[dict[AttributeName, Any], msgspec.Meta(max_length=256)]],
         msgspec.Meta(max_length=1 << 16),
@@ -143,11 +146,11 @@ class ComputeMode(WireMessage, frozen=True):
 
     training: bool  # whether any module of the stage is in train mode
     grad: bool  # keep the tensors that backward needs
-    input_grad: bool = False  # the pipeline's own input wants a gradient
+    input_grad: bool = False  # the pipeline's own input requires a gradient
     autocast: str | None = None  # dtype of autocast; None: off
     default_dtype: str = "float32"
-    deterministic: Literal["off", "warn", "on"] = "off"  # as by `torch.use_deterministic_algorithms`
-    anomaly: bool = False  # as by `torch.autograd.set_detect_anomaly`
+    deterministic: Literal["off", "warn", "on"] = "off"  # see `torch.use_deterministic_algorithms`
+    anomaly: bool = False  # see `torch.autograd.set_detect_anomaly`
     matmul_precision: MatmulPrecision = "highest"
     modules: ModuleStates | None = None
 
@@ -162,7 +165,7 @@ class ForwardRequest(WireMessage, frozen=True):
     result_key: TicketKey  # key that readers of the result must present
     # Tree of (inputs or None, extras), whose tensors come with the message. Extras are further arguments of blocks.
     structure: Any
-    keep: bool = True  # keep the tensors that the backward needs; False: no backward will come, in any mode
+    keep: bool = True  # keep the tensors that the backward needs; False: no backward will come, whatever the mode
 
 
 class BackwardRequest(WireMessage, frozen=True):
@@ -178,7 +181,7 @@ class BackwardRequest(WireMessage, frozen=True):
     # Tree of a pair, whose tensors come with the message. First: the gradient or None of each output leaf, or None if
     # they come from `source`. Second: (inputs or None, extras) as in `ForwardRequest`, or None if they are left out.
     structure: Any
-    inputs: Ticket | None = None  # the input at another server, to run the forward again
+    inputs: Ticket | None = None  # the input, at another server, from which to run the forward again
 
 
 class Computed(WireMessage, frozen=True):
@@ -218,29 +221,29 @@ class CancelReply(WireMessage, frozen=True):
 
 
 MAX_RECEIPTS: Final = 1 << 18  # most receipts in a message; in memory each takes a hundred times as much as on the wire
-# `(first, call, bitmap over the batch's microbatches)`: eight bytes for a batch of a few microbatches.
+# `(first, call, bitmap over the batch's microbatches)`. A batch of a few microbatches takes eight bytes.
 Receipts = list[tuple[Count, Count, Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES // 8)]]]
-# `(start, stride, number)` of places: batches of one size, side by side, need only one of these.
+# `(start, stride, number)` of places: adjacent batches of equal size need only one entry.
 Run = tuple[Count, Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]]
-# `(weight, trainer, number)` of batches in the order of their places: equal batches in a row need only one entry.
+# `(weight, trainer, number)` of batches in the order of their places: equal neighbours need only one entry.
 Origins = list[tuple[Positive, PeerId, Annotated[int, msgspec.Meta(ge=1, le=MAX_RECEIPTS)]]]
 
 
 class Origin(NamedTuple):
-    """The weight of a batch's gradients, and the trainer that has them computed."""
+    """The weight of a batch's gradients, and the batch's trainer."""
 
     weight: float
     trainer: PeerId
 
 
 def pack(receipts: Iterable[Receipt]) -> Receipts:
-    """Pack receipts for the wire, in order, each once."""
-    batches: defaultdict[tuple[int, int], int] = defaultdict(int)
+    """Pack receipts for the wire, sorted and without duplicates."""
+    bits_by_call: defaultdict[tuple[int, int], int] = defaultdict(int)
     for first, index, call in receipts:
-        batches[first, call] |= 1 << index
+        bits_by_call[first, call] |= 1 << index
     return [
         (first, call, bits.to_bytes((bits.bit_length() + 7) // 8, "little"))
-        for (first, call), bits in sorted(batches.items())
+        for (first, call), bits in sorted(bits_by_call.items())
     ]
 
 
@@ -248,7 +251,7 @@ def unpack(packed: Receipts) -> set[Receipt]:
     """Unpack receipts; refuse too many of them before memory is allocated."""
     number = sum(int.from_bytes(bitmap, "little").bit_count() for _, _, bitmap in packed)
     if number > MAX_RECEIPTS:
-        raise ProtocolError(f"a message may name {MAX_RECEIPTS} microbatches, got {number}")
+        raise ProtocolError(f"a message may name at most {MAX_RECEIPTS} microbatches, got {number}")
     return {
         (first, 8 * position + bit, call)
         for first, call, bitmap in packed
@@ -260,7 +263,7 @@ def unpack(packed: Receipts) -> set[Receipt]:
 
 
 def to_runs(places: Sequence[int]) -> list[Run]:
-    """Pack places for the wire. They must be in order, each once."""
+    """Pack places for the wire. The places must increase."""
     runs: list[Run] = []
     for place in places:
         if runs:
@@ -288,7 +291,7 @@ def unpack_origins(packed: Origins, batches: Collection[int]) -> dict[int, Origi
     number = sum(length for _, _, length in packed)
     if number != len(batches):
         raise ProtocolError(
-            f"each of {len(batches)} batches must have a weight and a trainer, and nothing else; got {number} of them"
+            f"each of {len(batches)} batches must have one weight and one trainer, got weights and trainers of {number}"
         )
     in_order = (Origin(weight, trainer) for weight, trainer, length in packed for _ in range(length))
     return dict(zip(sorted(batches), in_order, strict=True))

@@ -17,7 +17,7 @@ MAX_TOGETHER: Final = 64
 """Most steps or outputs in one message."""
 
 WINDOW: Final = 16
-"""Most steps of a session that a server takes ahead of its computation, and most that are sent to it at once."""
+"""Most steps of a session that a server accepts ahead of its computation, and that are sent to it ahead."""
 
 MAX_PREFIXES: Final = 64
 """Most prefixes among which a server chooses the longest that it keeps."""
@@ -36,10 +36,9 @@ LayerKind = Literal["full", "sliding", "linear", "linear_full", "linear_sliding"
 """Content of a block's cache: all keys and values, a window of them, the state of linear attention, or that state
 beside all or a window of the keys and values."""
 
-
 FailureKind = Literal["lost", "unreachable", "busy", "adapter", "refused"]
-"""lost: the server lacks earlier steps; unreachable: no answer to its predecessor; busy: no room; adapter: the server
-lacks the step's adapter; refused: it raised another error."""
+"""lost: the server lacks earlier steps; unreachable: the previous stage's server got no answer from it; busy: it has no
+room; adapter: it lacks the step's adapter; refused: it raised another error."""
 
 
 class CacheLayer(WireMessage, frozen=True):
@@ -75,7 +74,7 @@ class SessionStep(WireMessage, frozen=True):
     attempt: Count  # rises with each change of the route, which ends older routes
     generation: Count
     version: Count  # version of the weights
-    weights: Count  # the number of evaluation weights; 0: the version's weights
+    weights: Count  # which evaluation weights to use, by their number; 0: the version's weights
     number: Number
     resume: Number  # a server forwards its outputs from this step on
     stage_index: Count
@@ -88,7 +87,7 @@ class SessionStep(WireMessage, frozen=True):
     drops: Annotated[list[bool], msgspec.Meta(max_length=MAX_STAGES)]
     seed: Count | None  # seed of the session's random draws; None: no module is in train mode
     recipe: CacheRecipe | None  # None: the blocks take no cache, and the session has one step
-    operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # before the step
+    operations: Annotated[list[CacheOperation], msgspec.Meta(max_length=1024)]  # applied to the cache before the step
     exact: bool  # compute it alone, because rounding may differ beside other texts
     structure: Any  # tree of (hidden state, extras of all blocks), whose tensors come with the message
     num_tensors: Count  # in the structure; a message's tensors are in the order of its steps
@@ -97,13 +96,13 @@ class SessionStep(WireMessage, frozen=True):
         """Refuse a number of modes or adapters that differs from the servers', and a train mode without a seed."""
         if len(self.modes) != len(self.route) or len(self.adapters) not in (0, len(self.route)):
             raise ValueError(
-                f"a step has a mode, and an adapter or none, for each of its {len(self.route)} servers; got "
-                f"{len(self.modes)} and {len(self.adapters)}"
+                f"a step must have a mode, and an adapter or None, for each of its {len(self.route)} servers; got "
+                f"{len(self.modes)} modes and {len(self.adapters)} adapters"
             )
         if len(self.drops) not in (0, len(self.adapters)):
-            raise ValueError(f"{len(self.adapters)} adapters have as many flags of dropout, got {len(self.drops)}")
+            raise ValueError(f"{len(self.adapters)} adapters must have as many dropout flags, got {len(self.drops)}")
         if self.seed is None and (any(self.drops) or any(mode.training for mode in self.modes)):
-            raise ValueError("a step in train mode has a seed, got none")
+            raise ValueError("a step in train mode must have a seed, got none")
 
     @property
     def adapter(self) -> bytes | None:
@@ -122,7 +121,7 @@ class SessionStep(WireMessage, frozen=True):
 
 
 class SessionSteps(WireMessage, frozen=True):
-    """Steps that go to the same server at the same moment, most of them of different sessions."""
+    """Steps that go to the same server at the same moment, usually of different sessions."""
 
     steps: Annotated[list[SessionStep], msgspec.Meta(min_length=1, max_length=MAX_TOGETHER)]
 
@@ -131,13 +130,15 @@ class StepRefusal(WireMessage, frozen=True):
     """The error of one step in a message."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TOGETHER)]  # in `SessionSteps.steps`
-    is_early: bool  # it needs earlier steps, for which the server waits only if all steps are of this session
+    # The step came before earlier steps of its session, and the server waits for these only if all steps of the message
+    # belong to that session.
+    is_early: bool
     error: ShortText  # name of the error's class
     reason: Annotated[str, msgspec.Meta(max_length=_MAX_REASON)]
 
 
 class SessionStepsReply(WireMessage, frozen=True):
-    """A server has taken the steps, except those that it refuses."""
+    """A server has accepted the steps, except the refused steps."""
 
     refused: Annotated[list[StepRefusal], msgspec.Meta(max_length=MAX_TOGETHER)]
 
@@ -201,20 +202,20 @@ class SessionBranch(WireMessage, frozen=True):
     numbers: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_PREFIXES)]  # steps of each prefix
     digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_PREFIXES)]  # at this stage; empty with a source
 
-    # Sessions that keep prefixes are of served models, whose weights never change.
+    # Constants, because only sessions of served models keep prefixes, and the weights of these models never change.
     generation: Literal[0] = 0
     version: Literal[0] = 0
     weights: Literal[0] = 0
     number: Literal[1] = 1
 
     def __post_init__(self) -> None:
-        """Refuse numbers that do not increase, and digests beside a source or in another number."""
+        """Refuse numbers that do not increase, digests beside a source, and too many or too few digests or adapters."""
         if any(later <= earlier for earlier, later in itertools.pairwise(self.numbers)):
             raise ValueError(f"the numbers of prefixes must increase, got {self.numbers}")
         if len(self.digests) != (0 if self.source else len(self.numbers)):
-            raise ValueError("each prefix is named by its digest, or all by one source")
+            raise ValueError("each prefix must be named by its digest, or all prefixes by one source")
         if len(self.adapters) not in (0, len(self.route)):
-            raise ValueError(f"{len(self.route)} servers have as many adapters, got {len(self.adapters)}")
+            raise ValueError(f"{len(self.route)} servers must have as many adapters, got {len(self.adapters)}")
 
     @property
     def adapter(self) -> bytes | None:
@@ -233,8 +234,8 @@ class RunTextRequest(WireMessage, frozen=True):
 
     prompt: Annotated[str, msgspec.Meta(min_length=1, max_length=1 << 16)]
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
-    follows: bool  # pieces of the text are written after several steps; otherwise all of it after one step
-    # Seed and temperature of the draws; a seed of None: the likeliest tokens.
+    follows: bool  # write a piece of the text after each of several steps; False: write all of it after one step
+    # Seed and temperature for drawing tokens. A seed of None selects the likeliest tokens.
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] | None
     temperature: Annotated[float, msgspec.Meta(gt=0.0, le=1e3)]
 
@@ -244,4 +245,4 @@ class RunText(WireMessage, frozen=True):
 
     text: str
     num_tokens: Count
-    steps: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 14)]  # whose weights wrote it
+    steps: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 14)]  # steps whose weights wrote the text

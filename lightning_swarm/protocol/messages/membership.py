@@ -1,4 +1,8 @@
-"""Messages by which servers and trainers join a run that has begun, and leave one."""
+"""Messages by which servers and trainers join a run that has begun, and leave one.
+
+A server sends JOIN to the coordinator, copies its stage from a member by FOLLOW and PIECE, requests later records by
+NEXT, and sends READY once it has caught up. It takes part in a round by LISTEN, and that round's record admits it.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,16 @@ class JoinReply(WireMessage, frozen=True):
 
     view: RunView
     stage_index: Count
-    is_unlike: bool = False  # the stage's servers are of other kinds, so it steps by portable arithmetic from now on
+    # The server's machine is of another kind than the stage's servers, so the stage's optimizer steps use portable
+    # arithmetic from now on.
+    is_unlike: bool = False
 
 
 class FollowRequest(WireMessage, frozen=True):
     """A candidate asks a member of its stage for the stage's state, and to keep all later records for it."""
 
     stage_index: Count
-    # Version of the state, if this member only helps the member that the candidate follows; None: newest.
+    # Version of the state, if this member only helps the member that the candidate follows; None: the newest version.
     version: Count | None
     hold_s: Seconds  # how long to wait for a free slot: a member serves few candidates at once
 

@@ -1,4 +1,8 @@
-"""Messages by which a round's means are checked against the sums that the servers committed to."""
+"""Messages by which a round's means are checked against the sums that the servers committed to.
+
+The coordinator requests projections from all servers by PROJECT, and has its own server compare them by EXAMINE. That
+server fetches whole vectors by VECTOR if projections do not suffice, and replaces false means by REPLACE_MEAN.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +86,7 @@ class ExamineRequest(WireMessage, frozen=True):
     dtype: Literal["float32", "float64"]  # the mean's dtype
     answers: dict[PeerId, PartProjections]  # projections of all members
     commitments: dict[PeerId, SumDigest]  # BLAKE3 of the members' frozen sums
-    drawn: list[PeerId] | None  # members whose sums are compared; None: all, and their mean is computed
+    drawn: list[PeerId] | None  # members whose sums are compared; None: all members, and the server computes the mean
     # Sketches that members reported when their sums were examined.
     told: dict[PeerId, list[ReportedSketch]] = msgspec.field(default_factory=dict)
 
@@ -103,5 +107,5 @@ class ExamineReply(WireMessage, frozen=True):
 
     lies: dict[PeerId, str]  # member -> reason
     contradictions: list[Contradiction]
-    unreached: dict[PeerId, str]  # member -> reason; unless empty, the comparison was broken off
+    unreached: dict[PeerId, str]  # member -> reason; if there is any, the comparison is incomplete
     squared_norm: float | None  # squared norm of the computed mean; None: it was not computed

@@ -11,7 +11,7 @@ from lightning_swarm.protocol.settings import WithCompression
 
 EventKind: TypeAlias = Literal[
     "retry",  # a call was sent again
-    "ban",  # this peer sends no microbatch to another one for a while
+    "ban",  # this peer sends no microbatch to another peer for a while
     "replay",  # a microbatch is computed again, because a sum that had its gradient is lost or does not count
     "out_of_memory",  # a server has no memory for one microbatch of its stage
     "discard",  # a server gave up a gradient sum that does not match the closing
@@ -59,7 +59,7 @@ class Greeting(WireMessage, frozen=True):
     unix_time_s: Seconds
 
 
-NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]  # size of one element of a tensor; 0: no codec takes it
+NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]  # size of one element of a tensor; 0: codecs do not encode it
 
 
 class SampleCosts(WireMessage, frozen=True):
@@ -106,7 +106,7 @@ class StepReport(WireMessage, frozen=True):
 
 
 class CarriedReport(WireMessage, frozen=True):
-    """The length of a long message, and the duration of its exchange, the message in the other direction included."""
+    """The length of a long message, and the duration of its exchange, including the message in the other direction."""
 
     num_bytes: Bytes
     took_s: ShortSeconds
@@ -128,8 +128,8 @@ class ServerReport(WithCompression, frozen=True):
     coordinator: ShortText
     num_stages: SmallCount  # stages of the run
     stages: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)]  # stages that this server holds
-    trainers_stage: SmallCount | None  # the layers around the pipeline, which trainers compute
-    first_step: Count  # where this generation of the run began
+    trainers_stage: SmallCount | None  # the stage of the layers around the pipeline, which trainers compute
+    first_step: Count  # first step of this generation of the run
     step: Count  # the open step, as this server knows it
     age_s: Seconds
     num_samples: Count  # samples that went forward through each of its pipeline stages

@@ -88,7 +88,7 @@ MAX_TRAINERS: Final = 1024  # most trainers of a run at a time: each asks the co
 
 _MAX_NUMBER = 1 << 30  # leases and places of a term begin at a multiple of its number
 
-# `(number, peer id, boot id)` of a coordinator, in one of its lives. A later term is higher.
+# `(number, peer id, boot id)` of a coordinator. A restart changes its boot id. A later term is higher.
 Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
 NO_TERM: Final[Term] = (0, "", 0)  # lower than any other
 
@@ -98,14 +98,14 @@ SomeTrainers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_TRAINERS)]  #
 
 
 class Member(WireMessage, frozen=True):
-    """A peer in one of its lives: after a restart it has a new boot id."""
+    """A process of a peer: after a restart the peer has a new boot id."""
 
     peer_id: PeerId
     boot_id: int
 
 
 class InvitedBy(WireMessage, frozen=True):
-    """The invitation by which a peer comes to a run."""
+    """The invitation with which a peer joins a run."""
 
     number: InvitationNumber
     uses: Uses  # most peers that may use it
@@ -151,7 +151,7 @@ Convictions = Annotated[list[Conviction], msgspec.Meta(max_length=MAX_CONVICTED)
 
 
 class Selection(WireMessage, frozen=True):
-    """The parameters that train, and the optimizer's group of each, by full names, as the user's code sets them."""
+    """The parameters that train, by full name, and the optimizer's group of each, as the user's code sets them."""
 
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     groups: dict[str, Count]  # the group of each parameter that the optimizer holds
@@ -159,7 +159,7 @@ class Selection(WireMessage, frozen=True):
 
 
 class WrittenWeights(WireMessage, frozen=True):
-    """Weights that the lead's user code wrote: sent to the servers under a number, and used from a step on."""
+    """Weights that user code wrote at the lead. Servers get them under a number, and use them from one step on."""
 
     number: Annotated[int, msgspec.Meta(ge=1)]
     stages: Annotated[list[Count], msgspec.Meta(min_length=1, max_length=1 << 12)]
@@ -224,7 +224,7 @@ class Manifest(WireMessage, frozen=True):
     scaling: LossScaling | None = None  # scaling in the first step; None: unscaled, or scaled by a lone trainer
     # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not name it.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
-    # Why unlike machines cannot step the optimizer to the same bits; unset: they can.
+    # Why machines of different kinds cannot compute bit-identical optimizer steps; unset: they can.
     unportable: ShortText | msgspec.UnsetType = msgspec.UNSET
     # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
@@ -331,7 +331,7 @@ class RestartRequest(WireMessage, frozen=True):
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A new coordinator announces its term, or one that leaves asks for a takeover; the server answers its own term."""
+    """A new coordinator announces its term, or a leaving one requests a takeover; the server answers its own term."""
 
     # The message carries no voters' promises, because promises are not signed. The server asks the voters instead.
 
@@ -341,7 +341,7 @@ class CoordinatorTerm(WireMessage, frozen=True):
 
 
 class WatchRequest(WireMessage, frozen=True):
-    """A server watches the coordinator, which holds the answer while it coordinates by this term, up to `hold_s`."""
+    """A server watches the coordinator, which delays its answer by up to `hold_s` while it coordinates in this term."""
 
     term: Term
     # If a later version is known, the answer comes at once. A record that is decided during the wait does not end it,
@@ -378,12 +378,14 @@ def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> No
     dtypes = {name: dtype for stage in stages for name, _, dtype in stage.parameters}
     unknown = sorted((selection.groups.keys() | set(selection.frozen)) - dtypes.keys())
     if unknown:
-        raise ProtocolError(f"a selection must be of the run's parameters, got {unknown[:5]}")
+        raise ProtocolError(f"a selection must name only the run's parameters, got {unknown[:5]}")
     beyond = sorted(name for name, index in selection.groups.items() if index >= selection.num_groups)
     if beyond:
-        raise ProtocolError(f"there are {selection.num_groups} parameter groups; {beyond[:5]} are in none of them")
+        raise ProtocolError(
+            f"a parameter's group must be one of the optimizer's {selection.num_groups}, got others for {beyond[:5]}"
+        )
     frozen = set(selection.frozen)
-    # Gradients of complex parameters cannot be summed, so these are allowed only outside the optimizer's groups.
+    # Gradients of complex parameters cannot be summed, so such parameters may be in no group of the optimizer.
     wrong = [
         name
         for name, dtype in dtypes.items()

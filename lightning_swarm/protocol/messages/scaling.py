@@ -35,5 +35,5 @@ class LossScaling(WireMessage, frozen=True):
 
 
 def _rounded(scale: float) -> float:
-    found: float = struct.unpack("<f", struct.pack("<f", scale))[0]
-    return found
+    float32: float = struct.unpack("<f", struct.pack("<f", scale))[0]
+    return float32

@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.wire import (
 )
 
 MAX_SERVED_STAGES: Final = 1024
-MAX_LISTED_SERVERS: Final = 128  # so many offers fit into an answer
+MAX_LISTED_SERVERS: Final = 128  # the offers of this many servers fit into one reply
 MAX_FILE_BYTES: Final = 64 << 20
 MAX_STAY_S: Final = 3600.0
 _MAX_CONFIG: Final = 512 << 10
@@ -55,9 +55,9 @@ class CardFile(WireMessage, frozen=True):
 class ModelCard(WireMessage, frozen=True):
     """A served model. Servers of equal cards serve the same model, to the bit."""
 
-    # Hugging Face's, in JSON; with the form of quantised weights.
+    # The model's Hugging Face config in JSON, with its `quantization_config` if weights are quantised.
     config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]
-    generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # Hugging Face's; empty: there is none
+    generation_config: Annotated[str, msgspec.Meta(max_length=_MAX_CONFIG)]  # also Hugging Face's; empty: there is none
     transformers: ShortText  # version of transformers, which has the blocks' code
     blocks: ShortText  # the name of the list of blocks
     dtype: ShortText  # dtype of the weights that are not quantised, as in ``float32``
@@ -85,10 +85,10 @@ class ServerOffer(WireMessage, frozen=True):
     num_stages: Annotated[int, msgspec.Meta(ge=1, le=MAX_SERVED_STAGES)]
     step_s: Seconds  # average time of one session's token at a stage; 0: not measured
     num_sessions: Count  # open sessions
-    tokens_per_s: NotNegative  # tokens of prompts and of new text lately, mean of its stages
+    tokens_per_s: NotNegative  # recent rate of prompts' and new tokens, averaged over its stages
     free_bytes: Count  # memory for further sessions
     step_tokens: Annotated[int, msgspec.Meta(ge=1)]  # limit of one step, all rows together
-    has_files: bool  # the server has the whole model, also weights outside the blocks and files
+    has_files: bool  # the server has the whole model, including the weights outside the blocks and the card's files
     is_draining: bool  # the server takes no new sessions
     shares_prefixes: bool  # sessions may begin with prefixes of other clients' sessions
     # Seconds of a round trip to servers of other stages.
@@ -108,7 +108,7 @@ class ModelServers(WireMessage, frozen=True):
     """A served model and its servers, as one of them knows them."""
 
     model: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]  # the card's id
-    kind: ShortText  # as in config.json, such as ``llama``
+    kind: ShortText  # model type as in config.json, such as ``llama``
     weights: ShortText  # dtype, or kind of quantisation
     stage_bytes: Annotated[
         list[Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]], msgspec.Meta(min_length=1, max_length=MAX_SERVED_STAGES)

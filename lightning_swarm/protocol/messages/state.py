@@ -79,7 +79,7 @@ class StageState(WireMessage, frozen=True):
     version: int = msgspec.field(name="step")  # the version of the state
     generation: Count
     optimizer: bool
-    names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
+    names: list[str]  # weights: state-dict names, one per tensor. optimizer: parameter names
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
 
 
@@ -115,7 +115,7 @@ class Snapshot(WireMessage, frozen=True):
     stage_index: Count
     version: Count
     version_hash: int
-    weights: list[str]  # names, one a tensor
+    weights: list[str]  # names, one per tensor
     optimizer: list[str]  # names of parameters
     structure: Any  # the tree of each parameter's optimizer state
     selection: Selection | None  # the parameters that train in the open step
@@ -126,13 +126,13 @@ class SnapshotOrder(WireMessage, frozen=True):
 
     # The one older version to keep until all stages of the new version are safe. None: keep no older version.
     keep: Count | None
-    # For each stage, the server that keeps a copy besides the stage's own servers; None: no such server. Despite the
-    # name, such a server need not be a keeper that decides.
+    # For each stage, the server that keeps a copy besides the stage's own servers; None: no such server. Despite its
+    # name on the wire, such a server need not be a keeper that decides.
     backups: list[PeerId | None] = msgspec.field(name="keepers")
 
 
 class HeldSnapshots(WireMessage, frozen=True):
-    """A server's answer to the question which snapshots it keeps."""
+    """A server reports which snapshots it keeps."""
 
     host: ShortText  # the server's machine, if known; servers of one machine may die together
     snapshots: SomeSnapshots

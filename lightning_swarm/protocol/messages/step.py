@@ -1,4 +1,8 @@
-"""Messages by which a step closes: ledgers, averages, the record, and the votes on it."""
+"""Messages by which a step closes: ledgers, averages, the record, and the votes on it.
+
+``FREEZE -> AVERAGE -> PROPOSE -> APPLY``, all from the coordinator. Before AVERAGE it may fence struck batches, and let
+trainers replay microbatches that no sum holds. A new coordinator sends PREPARE to the voters before it proposes.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +62,17 @@ Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
 
 class FreezeRequest(WireMessage, frozen=True):
-    """The coordinator asks a server to add no more gradients to a step's sums, and for their ledgers.
+    """The coordinator asks a server to add no more gradients to a step's sums, and to send their ledgers.
 
-    `named` is set if a microbatch is missing or in two sums. Then a sum that holds any other receipt is begun anew, and
-    the named receipts may be added until the next request.
+    `named` is set if a microbatch is missing or in two sums. Then the server discards a sum that holds any other
+    receipt and begins it anew, and the named receipts may be added until the next request.
     """
 
     generation: int
     step: int
     round: Count = 0  # rises with each request of a step, so that a late request is refused
     named: list[NamedReceipts] | None = None  # one entry per stage of this server
-    struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
+    struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these begins anew
     # An unpredictable number under which weights are hashed, if servers are strangers or one joins; 0: a quick hash.
     challenge: Challenge = 0
     expected: Closing | None = None  # the expected closing, with which the server begins to average at once
@@ -76,7 +80,7 @@ class FreezeRequest(WireMessage, frozen=True):
 
 
 class FenceRequest(WireMessage, frozen=True):
-    """The coordinator orders a server to give up struck batches, and to add no gradient of them any more."""
+    """The coordinator orders a server to drop struck batches, and to add no gradient of these batches any more."""
 
     generation: Count
     step: Count
@@ -134,8 +138,8 @@ def unpack_order(packed: bytes, receipts: Collection[Receipt]) -> list[Receipt]:
     ]
     if len(packed) != ORDER_BYTES * len(known) or sorted(indices) != list(range(len(known))):
         raise ProtocolError(
-            f"an order of {len(known)} microbatches names each of their indices once in {ORDER_BYTES} "
-            f"bytes, got {len(packed)} bytes"
+            f"an order of {len(known)} microbatches must name each of their indices once, in {ORDER_BYTES} bytes "
+            f"each; got {len(packed)} bytes"
         )
     return [known[index] for index in indices]
 
@@ -146,7 +150,7 @@ class StageLedger(WireMessage, frozen=True):
     stage_index: int
     held: Receipts
     origins: Origins  # origins of the batches in the sum, as received with their gradients
-    touched: bytes  # bitmap over the stage's parameters that a counted microbatch gave a gradient
+    touched: bytes  # bitmap over the stage's parameters: those that got a gradient from a counted microbatch
     version_hash: int | None  # hash of weights and optimizer state before the step; None: no server to compare with
     samples_per_s: Positive | None = None  # forward and backward; None: not measured yet
     queued: NotNegative = 0.0  # waiting jobs, on average
@@ -207,8 +211,8 @@ class AvoidRequest(WireMessage, frozen=True):
 class Closing(WireMessage, frozen=True):
     """The coordinator's announcement of the batches and members that count in a step, equal for all servers.
 
-    It comes with the freeze, and again with the request to average, when members that did not answer are absent. It
-    does not list the microbatches of each server, which only that server receives. The round identifies the sums,
+    It comes with the freeze, and again with the request to average, which lists members that did not answer as absent.
+    It does not list the microbatches of each server, which only that server receives. The round identifies the sums,
     because no two rounds of a step share a number, even under different coordinators.
     """
 
@@ -235,7 +239,7 @@ class AverageRequest(WireMessage, frozen=True):
     closing: Closing
     named: list[NamedReceipts]  # one entry per stage of this server
     late: bool = False  # the next step already takes batches
-    # Longest wait for one part of another server, which is reported then; at most a call's timeout.
+    # Longest wait for another server's part, after which that server is reported; at most a call's timeout.
     patience_s: Seconds = sys.float_info.max
 
 
@@ -289,7 +293,7 @@ class Record(WireMessage, frozen=True):
     """
 
     closing: Closing
-    touched: list[bytes]  # one bitmap per stage, over the parameters that a counted microbatch gave a gradient
+    touched: list[bytes]  # one bitmap per stage, as in `StageLedger`
     outcome: Literal["apply", "skip"]  # skip: the mean gradient is not finite
     squared_norm: float  # squared norm of the mean gradient over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -306,13 +310,14 @@ class Record(WireMessage, frozen=True):
     # Invitation of each newcomer and new trainer; unset: there are none, or the run needs no invitations.
     invited: dict[PeerId, InvitedBy] | msgspec.UnsetType = msgspec.UNSET
     bans: Bans = msgspec.UNSET  # new bans
-    # Snapshots ordered by earlier records, as most servers of their stages took them; unset: none is new.
+    # Snapshots ordered by earlier records, with the digests that most servers of their stages report; unset: none.
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
     keepers: Keepers = msgspec.UNSET  # newcomers that are keepers; unset: none
     convicted: Convictions = msgspec.UNSET  # peers convicted in this step; unset: none
-    # Work of a convicted peer counted in earlier steps, so the lead rolls the run back to before them.
+    # Work of a convicted peer counted in earlier steps, so the lead rolls the run back to a version before these steps.
     goes_back: bool | msgspec.UnsetType = msgspec.UNSET
-    # Stages that step their optimizer by arithmetic that all machines round alike, because theirs round differently.
+    # Stages that step their optimizer in arithmetic that all machines round alike, because their servers' machines
+    # round differently.
     portable: Annotated[list[Count], msgspec.Meta(max_length=1 << 12)] | msgspec.UnsetType = msgspec.UNSET
 
     @property
@@ -335,7 +340,7 @@ class Prepare(WireMessage, frozen=True):
     boot_id: int  # the voter's boot id, because a restarted voter has forgotten its votes
     generation: Count
     step: Count
-    fence: bool = False  # also note that no proposal of a lower term will be finished, from this step on
+    fence: bool = False  # also record that from this step on, no proposal of a lower term will be completed
 
 
 class Promise(WireMessage, frozen=True):
@@ -344,7 +349,7 @@ class Promise(WireMessage, frozen=True):
     promised: bool
     term: Term  # the highest that the voter knows
     accepted: Accepted | None = None
-    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted will not be finished
+    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted will not be completed
     behind: bool = False  # the voter has had a proposal for a later step, so this step was decided
 
 

@@ -23,8 +23,8 @@ CallId = Annotated[str, msgspec.Meta(min_length=32, max_length=32)]
 class Lora(WireMessage, frozen=True):
     """The term that a low-rank adapter adds to a linear layer's output: ``scaling * B(A(dropout(x)))``."""
 
-    block: Count  # its number in the model
-    module: ModuleName  # the layer, by its name in the block
+    block: Count  # index of the layer's block in the model
+    module: ModuleName  # the layer's name in the block
     scaling: float
     dropout: Annotated[float, msgspec.Meta(ge=0.0, lt=1.0)]
     rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
@@ -35,7 +35,7 @@ class AdapterUpload(WireMessage, frozen=True):
 
     model: ModelId
     stage: Count
-    digest: Digest  # digest of this part, by which calls name it
+    digest: Digest  # digest of this part, by which calls refer to it
     loras: Annotated[list[Lora], msgspec.Meta(min_length=1, max_length=MAX_LORAS)]
 
 
@@ -47,7 +47,7 @@ class TuneForward(WireMessage, frozen=True):
     call: CallId
     seed: Annotated[int, msgspec.Meta(ge=0, lt=1 << SEED_BITS)]  # seed of all random draws
     mode: ComputeMode
-    # Per tensor of the inputs, if the message has them.
+    # One flag for each tensor of the inputs, if the message has the inputs.
     wants_grad: Annotated[list[bool], msgspec.Meta(max_length=4096)]
     adapter: Digest | None
     drops: bool  # the adapter's dropout is on
@@ -72,7 +72,7 @@ class TuneBackward(WireMessage, frozen=True):
 
 
 class TuneFetch(WireMessage, frozen=True):
-    """A server asks a neighbouring stage's server for a value that it holds, which the answer brings."""
+    """A server requests a value that a neighbouring stage's server holds; the tensors come with the answer."""
 
     client: PeerId
     call: CallId  # proof that the client sent the server here, because nobody can guess it
@@ -83,6 +83,6 @@ class TuneFetch(WireMessage, frozen=True):
 class TuneGradients(WireMessage, frozen=True):
     """The answer to a backward."""
 
-    # Tree of the lists of the inputs' gradients and the adapter's, whose tensors come with the message. The first list
-    # is empty if the inputs' gradients are held here.
+    # Tree of two lists, whose tensors come with the message: gradients of the inputs and of the adapter. The first list
+    # is empty if the answering server holds the inputs' gradients for the previous stage's server.
     structure: Any

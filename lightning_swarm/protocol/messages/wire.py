@@ -51,11 +51,13 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise ProtocolError(f"a message must hold one {kind.__name__}, got {len(body)} other bytes: {error}") from error
+        raise ProtocolError(
+            f"a message must hold one {kind.__name__}, got {len(body)} bytes that do not decode to one: {error}"
+        ) from error
 
 
 def to_bitmap(bits: Iterable[bool]) -> bytes:
-    """Pack flags, eight a byte, the first one in the lowest bit."""
+    """Pack flags, eight per byte, the first flag in the lowest bit."""
     flags = list(bits)
     packed = bytearray((len(flags) + 7) // 8)
     for i, flag in enumerate(flags):

@@ -211,7 +211,7 @@ def test_origins_of_batches_come_back() -> None:
         assert unpack_origins(pack_origins(origins), origins.keys()) == origins
     assert pack_origins(dict.fromkeys((8, 0, 4), Origin(2.0, A))) == [(2.0, A, 3)]
     for wrong in ([], [(1.0, A, 1)], [(1.0, A, 3)], [(1.0, A, 1 << 40)]):
-        with pytest.raises(ProtocolError, match="each of 2 batches must have a weight and a trainer"):
+        with pytest.raises(ProtocolError, match="each of 2 batches must have one weight and one trainer"):
             unpack_origins(wrong, {0, 4})
 
 

@@ -51,9 +51,9 @@ def test_the_users_word_is_read_from_module_and_optimizer() -> None:
 @pytest.mark.parametrize(
     ("selection", "words"),
     [
-        (replaced(WHOLE, groups={"4.weight": 0}), r"of the run's parameters, got \['4.weight'\]"),
-        (replaced(WHOLE, frozen=["2.weight", "3.weight", "bias"]), r"of the run's parameters, got \['bias'\]"),
-        (replaced(WHOLE, num_groups=1), r"there are 1 parameter groups; \['1.weight'\] are in none"),
+        (replaced(WHOLE, groups={"4.weight": 0}), r"only the run's parameters, got \['4.weight'\]"),
+        (replaced(WHOLE, frozen=["2.weight", "3.weight", "bias"]), r"only the run's parameters, got \['bias'\]"),
+        (replaced(WHOLE, num_groups=1), r"the optimizer's 1, got others for \['1.weight'\]"),
         (replaced(WHOLE, frozen=["3.weight"]), r"real floating point numbers, \['2.weight'\]"),
         (replaced(WHOLE, groups={"3.weight": 0}, frozen=["2.weight"]), r"real floating point numbers, \['3.weight'\]"),
     ],

@@ -422,4 +422,4 @@ def test_a_peer_that_refuses_is_no_obstacle_beside_one_that_does_not(
     survey.answer(answering, lambda: said(REPORT, run_id="mine"), nobody)
     config = SwarmStrategy(run_id="mine", initial_peers=[f"192.0.2.1:5/{one}" for one in ids]).config
     loop.run_until_complete(lead.check_run_id(network.transport("me"), config))
-    assert "One of the `initial_peers` is of no use: its certificate has expired" in caplog.text
+    assert "One of the `initial_peers` cannot be used: its certificate has expired" in caplog.text

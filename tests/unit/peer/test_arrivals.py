@@ -84,7 +84,7 @@ def test_who_announces_itself_and_is_silent_holds_nobody_up(
     found.begin()
     assert members(found.swarm) == {A, C}
     assert found.swarm.loop.time() - begun_s < 10.0
-    assert "b announced itself, and the run begins without it: it shows no certificate within 3 s" in caplog.text
+    assert "b announced itself, and the run begins without it: it showed no certificate within 3 s" in caplog.text
 
 
 def test_whom_an_invitation_has_no_use_for_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +93,7 @@ def test_whom_an_invitation_has_no_use_for_is_left_out(make_swarm: MakeSwarm, ca
         found.begin()
     assert members(found.swarm) == {A, B}
     (message,) = caplog.messages
-    assert message.startswith("c announced itself, and the run begins without it: 3 other peers came by its invitation")
+    assert message.startswith("c announced itself, and the run begins without it: all uses (3) of its invitation are")
 
 
 def test_whose_invitation_has_expired_is_left_out_unless_it_came_before(
@@ -127,7 +127,7 @@ def test_whom_a_full_run_leaves_out_is_told_so(
         found.begin()
     assert members(found.swarm) == {A, B}
     (message,) = caplog.messages
-    assert message.startswith("c announced itself, and the run begins without it: 4096 invited peers came to the run,")
+    assert message.startswith("c announced itself, and the run begins without it: 4096 invited peers have joined,")
 
 
 def test_the_next_generation_forgets_nobody(make_swarm: MakeSwarm) -> None:
@@ -216,7 +216,7 @@ def test_only_a_keeper_begins_an_audited_run(make_swarm: MakeSwarm) -> None:
 
 def test_an_audited_run_does_not_begin_without_a_keeper_that_serves(make_swarm: MakeSwarm) -> None:
     found = audited(make_swarm, LEAD)
-    with pytest.raises(ConfigError, match=r"none of its first 3 servers is one.*lightning-swarm invite --role keeper"):
+    with pytest.raises(ConfigError, match=r"none of its first 3 servers is a keeper.*lightning-swarm invite --role keeper"):
         found.begin()
     assert not any(server.membership.has_run for server in found.swarm.servers.values())
 

@@ -219,11 +219,11 @@ def test_deprecated_arguments_are_fields() -> None:
         (lambda: Trust.parse({"share": 0.5}), ["`trust` has level, audit_share", "got ['share']"]),
         (
             lambda: Trust.parse(Trust("audited"), audit_share=0.5),
-            ["the field `audit_share`", "Leave that argument out"],
+            ["the field `audit_share`", "Leave the deprecated argument out"],
         ),
         (
             lambda: Rebalancing.parse({"rule": "none"}, interval=5.0),
-            ["the field `interval`", "Leave that argument out"],
+            ["the field `interval`", "Leave the deprecated argument out"],
         ),
     ],
 )

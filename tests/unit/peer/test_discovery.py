@@ -164,7 +164,7 @@ def test_a_peer_that_announces_addresses_of_another_is_left_out(town: Town, capl
     (address,) = town.loop.run_until_complete(other.addresses())
     town.announce_raw("a", encode(ServerAnnouncement(boot_id=1, addresses=["/ip4/127.0.0.1/tcp/9/p2p/a", address])))
     assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["b"]
-    assert "Ignored what a announced: a peer announces its own addresses, got one of b" in caplog.text
+    assert "Ignored the announcement of a: a peer may announce only its own addresses, got one of b" in caplog.text
 
 
 def test_what_is_wrong_with_an_announcement_is_said_once_in_a_life(
@@ -307,7 +307,7 @@ def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
     run = town.loop.run_until_complete
     run(directory.announce_event("first", "prepare_data", b"yes", timeout=1.0))
     assert run(directory.await_event("first", "prepare_data", timeout=1.0)) == b"yes"
-    with pytest.raises(DeadlineExceeded, match=r"did not come to `prepare_data` within 60 s"):
+    with pytest.raises(DeadlineExceeded, match=r"did not announce `prepare_data` within 60 s"):
         run(directory.await_event("second", "prepare_data", timeout=60.0))
 
 

@@ -95,7 +95,7 @@ def test_only_an_owner_needs_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert entry_of(config(trust=None), owners_folder, now_s=NOW_S) is None
     by_file = joiner(invite=written(tmp_path, invitation()))
     assert entry_of(by_file, owners_folder, now_s=NOW_S) is not None
-    with pytest.raises(ConfigError, match=r"this user has no home\. Set XDG_CONFIG_HOME"):
+    with pytest.raises(ConfigError, match=r"this user has no home directory\. Set XDG_CONFIG_HOME"):
         entry_of(config(), owners_folder, now_s=NOW_S)
 
 
@@ -272,7 +272,7 @@ def test_who_only_looks_takes_the_run_from_its_invitation(tmp_path: Path) -> Non
 def test_without_an_invitation_one_is_told_what_to_ask_for(tmp_path: Path) -> None:
     said = refusal(joiner(), tmp_path)
     assert "run 'swarm' is for invited peers (`trust` is 'invited'), and this peer has no invitation" in said
-    assert "Ask the user who started the run for one" in said
+    assert "Ask the user who started the run to make one" in said
     assert "`lightning-swarm invite --role server --out anna.invite`" in said
     assert "SWARM_INVITE_FILE" in said
     said = refusal(joiner(trust=None, listen="0.0.0.0:31337"), tmp_path)
@@ -286,13 +286,14 @@ def test_an_invitation_that_will_not_do_is_refused_before_anything_starts(tmp_pa
 
     assert "this invitation is for run 'a', not 'swarm'" in said(invitation(run_id="a"))
     assert "it expired 3 hours ago" in said(invitation(lasts_s=-3 * 3600.0))
-    assert "it is for the role observer, and this peer is to be a server" in said(invitation(Role.OBSERVER))
-    assert "and this peer is to be a trainer. Ask the run's owner for another one, made with `--role trainer`" in said(
-        invitation(), role="both"
+    assert "it is for the role observer, and this peer needs the role server" in said(invitation(Role.OBSERVER))
+    wrong_role = said(invitation(), role="both")
+    assert (
+        "needs the role trainer. Ask the run's owner for another invitation, made with `--role trainer`" in wrong_role
     )
     assert "No such file" in refusal(joiner(invite=str(tmp_path / "none")), tmp_path)
     (tmp_path / "bytes").write_bytes(b"\xff" * 5000)
-    assert "it is no text" in refusal(joiner(invite=str(tmp_path / "bytes")), tmp_path)
+    assert "it is not text" in refusal(joiner(invite=str(tmp_path / "bytes")), tmp_path)
     assert "Is a directory" in refusal(joiner(invite=str(tmp_path)), tmp_path)
 
 

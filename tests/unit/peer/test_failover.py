@@ -189,7 +189,7 @@ def test_the_next_run_waits_for_the_trainers(make_swarm: MakeSwarm) -> None:
     assert 10.0 <= swarm.run(both()) < 11.0
     assert len(asked) > 2
     loops[A].waits = False
-    with pytest.raises(DeadlineExceeded, match="trainer a was told that the run rolls back"):
+    with pytest.raises(DeadlineExceeded, match="trainer a was notified that the run rolls back"):
         swarm.run(wait([A, B]))
     swarm.network.kill(A)
     with pytest.raises(Unreachable):

@@ -91,7 +91,7 @@ def test_who_never_gives_way_is_named_and_banned(loop: VirtualLoop) -> None:
     announced = RunDirectory(world.network.directory(rival), rival, "swarm").announce_starter(timeout=1.0)
     loop.run_until_complete(announced)
     begun_s = loop.time()
-    with pytest.raises(DeadlineExceeded, match=r"did not within 30 s: one of \['a'\].*lightning-swarm ban"):
+    with pytest.raises(DeadlineExceeded, match=r"did not begin it within 30 s: one of \['a'\].*lightning-swarm ban"):
         loop.run_until_complete(world.claims[PeerId("b")].settle())
     assert 30.0 <= loop.time() - begun_s < 35.0
     world.claims[PeerId("b")]._transport.ban(ban_of("a"))

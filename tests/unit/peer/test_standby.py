@@ -18,7 +18,7 @@ from lightning_swarm.coordinator.takeover import appoint, choose_standby_lead, s
 from lightning_swarm.core.errors import Busy, ProtocolError, Replaced, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.peer.failover import StandbyLeads
+from lightning_swarm.peer.failover import StandbySender
 from lightning_swarm.protocol import plain_values
 from lightning_swarm.protocol.messages.batches import NEEDED, MetricState
 from lightning_swarm.protocol.messages.membership import JoinRequest
@@ -208,12 +208,12 @@ def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwar
         ({"version": 0}, "no record orders a snapshot of version 0"),
         ({"value": torch.zeros(20_000)}, "bytes"),
         # A state that could not be read at a takeover is refused on arrival.
-        ({"value": {"epoch": 1}}, "the state of a loop has other fields"),
-        ({"value": travelling(checkpoint={"epoch": 1})}, "is a checkpoint with epoch, .*lacks .*'global_step'"),
+        ({"value": {"epoch": 1}}, "a loop's state must have the fields of"),
+        ({"value": travelling(checkpoint={"epoch": 1})}, "must be a checkpoint with epoch, .*lacks .*'global_step'"),
         ({"value": travelling(checkpoint=dict.fromkeys(NEEDED))}, "lacks loops"),
         ({"value": travelling(heard=[(b"no record", [], [])])}, "Record"),
         ({"value": travelling(logs={7: [b"nothing logged"]})}, "Logged"),
-        ({"value": travelling(added={7: ([METRIC], [])})}, "made of 2 tensors, got 0"),
+        ({"value": travelling(added={7: ([METRIC], [])})}, "must have 2 tensors, got 0"),
     ],
 )
 def test_what_a_standby_does_not_keep(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
@@ -253,7 +253,7 @@ def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, ca
         packed.append(value)
         return plain_values.pack(value)
 
-    standbys = StandbyLeads(swarm.trainer, standbys_known, LIMITS)
+    standbys = StandbySender(swarm.trainer, standbys_known, LIMITS)
     run = RunState(swarm.manifest)
     swarm.run(standbys.send(run, 1, pack))
     assert not packed, "without standbys nothing is done"
@@ -262,7 +262,7 @@ def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, ca
     assert sorted(standbys.holding) == [B, D]
     assert [name for name, server in swarm.servers.items() if server.snapshots.loops.versions] == [B, D]
     swarm.run(standbys.send(run, 1, lambda: pack(torch.zeros(20_000))))
-    assert "`Limits.loop_bytes` are 10000" in caplog.text
+    assert "`Limits.loop_bytes` is 10000" in caplog.text
 
 
 def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
@@ -278,7 +278,7 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
 
     for peer in older:
         swarm.servers[peer].snapshots.loops.unfit = lambda manifest: "it has no data"
-    standbys = StandbyLeads(swarm.trainer, known, LIMITS)
+    standbys = StandbySender(swarm.trainer, known, LIMITS)
     swarm.run(standbys.send(run, 1, lambda: plain_values.pack(STATE)))
     assert standbys.holding == [youngest]
     assert swarm.servers[youngest].snapshots.loops.versions == [1]

@@ -190,9 +190,7 @@ def test_the_invitation_names_the_address_and_the_program(
         assert start.endswith(f"starts it with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')")
     assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {named}"
     line = process.how_to_join(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer], None)
-    assert line.startswith(
-        "This peer asks for a place in run 'swarm'. Ctrl-C or SIGTERM has it leave between two steps. "
-    )
+    assert line.startswith("This peer asks to join run 'swarm'. On Ctrl-C or SIGTERM it leaves between two steps. ")
     assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {named}")
 
 
@@ -208,7 +206,7 @@ def test_a_run_of_invited_peers_says_how_others_get_an_invitation(
         config = SwarmStrategy(trust="invited", **options).config
         return process.how_to_join(config, [here], entry_of(config, lambda: tmp_path, now_s=NOW_S)).split("\n")
 
-    private = "Only peers with an invitation are let in. Make the file on this machine, and send it in private: "
+    private = "Only peers with an invitation are admitted. Make the file on this machine, and send it in private: "
     assert lines() == [
         f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} --invite swarm.invite train.py",
         f"{private}lightning-swarm invite --role server --out swarm.invite",
@@ -225,7 +223,7 @@ def test_a_run_of_invited_peers_says_how_others_get_an_invitation(
     assert invite == f"{private}lightning-swarm invite --role trainer --out swarm.invite"
     (tmp_path / "theirs").write_text(to_text(Owner("swarm", Identity.generate()).invite(Role.SERVER, **ONE)))
     asks = lines(initial_peers=str(here), invite=str(tmp_path / "theirs"))
-    assert asks[1].startswith("Only peers with an invitation are let in. The run's owner makes the file")
+    assert asks[1].startswith("Only peers with an invitation are admitted. The run's owner makes the file")
 
 
 def test_children_are_invited_by_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_an_order_names_each_microbatch_once() -> None:
     packed = pack_order(order)
     assert unpack_order(packed, RECEIPTS) == order
     for wrong in (packed[:-1], packed[:-4], packed + packed[:4], packed[:8] + packed[:4], b"\xff" * 12):
-        with pytest.raises(ProtocolError, match="names each of their indices once"):
+        with pytest.raises(ProtocolError, match="must name each of their indices once"):
             unpack_order(wrong, RECEIPTS)
 
 

@@ -105,7 +105,7 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
         record = await swarm.record(1)
         assert swarm.names_after(record) == ["a", "c"]
         await asyncio.wait_for(b.task, 5.0)
-        assert b.said[-1].startswith("Run 'run' has let this peer go.")
+        assert b.said[-1].startswith("Run 'run' has released this peer.")
         assert swarm.names_after(await step(swarm, 6, 7, among="a")) == ["a", "c"]
 
     swarm.run(go())
@@ -127,7 +127,7 @@ def test_a_last_copy_waits_until_another_has_joined(make_swarm: MakeSwarm) -> No
         assert swarm.names_after(await step(swarm, 1)) == ["ab", "c"]
 
     swarm.run(wait())
-    assert c.said[-1] == "This peer has the only copy of stage 1: waiting for another one to join."
+    assert c.said[-1] == "This peer has the only copy of stage 1: waiting for another server to join."
     joiner = swarm.join("j")
     assert joiner.steps.stages == (1,), "who leaves counts no more where somebody is needed"
 
@@ -151,7 +151,7 @@ def test_who_is_not_let_go_in_time_goes_all_the_same(make_swarm: MakeSwarm) -> N
     async def go() -> None:
         c.stay.leave()
         begin_s = swarm.loop.time()
-        with pytest.raises(DeadlineExceeded, match=r"within 40 s: nobody else holds stage 1\. It goes all the same"):
+        with pytest.raises(DeadlineExceeded, match=r"within 40 s: no other server holds stage 1\. The peer leaves"):
             await c.task
         assert swarm.loop.time() == pytest.approx(begin_s + 40.0, abs=1.0)
         assert not swarm.servers[C].admission.left.is_set()
@@ -192,7 +192,7 @@ def test_who_leaves_goes_though_the_record_is_not_told_to_it(
 
     swarm.run(go())
     assert swarm.servers[B].steps.version == 0
-    assert b.said[-1].startswith("Run 'run' has let this peer go.")
+    assert b.said[-1].startswith("Run 'run' has released this peer.")
 
 
 def test_who_leaves_is_told_when_the_run_ends_before(make_swarm: MakeSwarm) -> None:
@@ -220,7 +220,7 @@ def test_who_is_still_joining_joins_no_more(make_swarm: MakeSwarm) -> None:
         j.stay.leave()
         await asyncio.wait_for(j.task, 5.0)
         assert J not in swarm.coordinator.generation.server_membership._waiting
-        assert j.said[-1] == "This peer goes before run 'run' has let it in."
+        assert j.said[-1] == "This peer leaves before run 'run' has admitted it."
         begin_s = swarm.loop.time()
         assert swarm.names_after(await step(swarm, 0)) == ["a", "c"]
         assert swarm.loop.time() < begin_s + 1.0, "nobody waits for it"
@@ -455,7 +455,7 @@ def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeyp
                 seeds.append([len(seeds)])
                 await step(swarm, *seeds[-1], among="a")
             await asyncio.sleep(30.0)
-        with pytest.raises(Unreachable, match="has left this peer out 6 times, each time soon after it had come back"):
+        with pytest.raises(Unreachable, match="has left this peer out 6 times, each time soon after its return"):
             b.task.result()
 
     swarm.run(go())

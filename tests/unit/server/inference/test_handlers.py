@@ -276,9 +276,9 @@ def test_what_is_refused_changes_nothing(make_swarm: MakeSwarm, changes: dict[st
     [
         ({"modes": [MODE]}, "for each of its 2 servers"),
         ({"adapters": [None]}, "for each of its 2 servers"),
-        ({"modes": [replace(MODE, training=True), MODE]}, "a step in train mode has a seed"),
-        ({"adapters": [None, None], "drops": [True, False]}, "a step in train mode has a seed"),
-        ({"drops": [True, False], "seed": 1}, "have as many flags of dropout"),
+        ({"modes": [replace(MODE, training=True), MODE]}, "a step in train mode must have a seed"),
+        ({"adapters": [None, None], "drops": [True, False]}, "a step in train mode must have a seed"),
+        ({"drops": [True, False], "seed": 1}, "must have as many dropout flags"),
     ],
 )
 def test_each_server_has_its_mode_and_its_adapter(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
