@@ -1,4 +1,4 @@
-"""The class `Command`, and help and options of the commands that import torch, for which `--help` must not wait."""
+"""The class `Command`, and texts and options of commands that import torch, which `--help` must not wait for."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ DOCTOR: Final = """\
 Check whether this machine can be a peer: what is wrong, and what to do. Exit status 1 if something is wrong.
 
     lightning-swarm doctor                                          this machine
-    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port for it to listen on
-    lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
+    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port that it would listen on
+    lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the connection to a running peer
 """
 
 STATUS: Final = f"""\
-Show a live swarm: stages, peers, step, rates. Asks one peer for the other peers, and all of them for reports. \
-Changes nothing. Of a served model, it shows stages, servers, memory and tokens/s, as the asked server knows them.
+Show a live swarm: stages, peers, step, rates. Asks one peer for the other peers, and all peers for reports. Changes \
+nothing. For a served model, it shows stages, servers, memory and tokens/s, as the asked server knows them.
 
     lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
     lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
@@ -66,21 +66,21 @@ Changes nothing. Of a served model, it shows stages, servers, memory and tokens/
 {JSON_HELP}"""
 
 MEMBERS: Final = """\
-Show who came to a run, by which invitation, and who was banned. Asks any peer of the run. Changes nothing.
+Show which peers joined a run, by which invitations, and which are banned. Asks any peer of the run. Changes nothing.
 
     lightning-swarm members 203.0.113.7:31337/12D3...                       where the run was started
     lightning-swarm members 203.0.113.7:31337/12D3... --invite look.invite  elsewhere
 
-The table lists all peers that ever came, with the role of their certificate, the beginning of their invitation's
+The table lists all peers that ever joined, with the role of their certificate, the beginning of their invitation's
 number, how many of its uses are taken, and their part in the run. With --json, one object a line.
 """
 
 BAN: Final = """\
-Ban a peer, or all that came by an invitation, from a run. Call it where the run was started, because the owner's key \
-is there.
+Ban a peer, or all peers of an invitation, from a run. Call it where the run was started, because the owner's key is \
+there.
 
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --reason "sends nonsense"
-    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all that came by its invitation
+    lightning-swarm ban 203.0.113.7:31337/12D3... 12D3KooW... --invitation      and all peers of its invitation
     lightning-swarm ban 203.0.113.7:31337/12D3... anna.invite                   an invitation, used or not
 
 All peers that can be reached receive the ban at once, and then neither answer nor call the banned peer. The run's next
@@ -99,8 +99,8 @@ The peer does not come back by itself: it joins again.
 """
 
 PLAN: Final = """\
-Predict how fast a swarm of given machines would train a model, and whether it pays. Nothing is started, and other \
-machines are asked only with --swarm.
+Predict how fast a swarm of given machines would train a model, and whether a swarm pays. Starts nothing, and asks \
+other machines only with --swarm.
 
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
     lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
@@ -111,19 +111,19 @@ machines are asked only with --swarm.
 The file lists the machines. The first one starts the run: it trains, and holds a stage.
 
     machines:
-      - name: desk               # all but the rate, the memory and the link may be left out
-        tflops: 20               # measured; or samples_per_s: of the whole model; or here
+      - name: desk               # only a rate, the memory and the link are required
+        tflops: 20               # measured; or `samples_per_s: 3`, of the whole model; or `tflops: here`
         memory_gb: 24            # of the computing device
         up_mbit: 40              # its link
         down_mbit: 100
         latency_ms: 15           # to another machine, one way
         count: 3                 # number of such machines
-        processor: accelerator   # or cpu, whose sending and receiving take time from computing
-        host_memory_gb: 64       # these two: for training alone with offloading
+        processor: accelerator   # or cpu, which also spends computing time on sending and receiving
+        host_memory_gb: 64       # this and the next are for training alone with offloading
         bus_gb_per_s: 12
     compression: 8bit            # how tensors travel, as in SwarmStrategy; may be left out
 
-Predictions are computed from counted work; docs/planning.md says how far off they were.
+Predictions are computed from counted work; docs/planning.md shows how accurate they were.
 """
 
 EXPORT: Final = """\
@@ -153,27 +153,27 @@ The file describes the swarm, for example:
       number: 60
       samples_per_s: [1, 10]   # the slowest and the fastest, forward and backward through a stage; or one number
       stay_hours: 4            # mean stay of a peer; 0: to the end
-      back_minutes: 10         # mean time until another peer takes its place
+      back_minutes: 10         # mean time until another peer replaces it
     rules: [none, paper, gain] # no moves; the SWARM paper's rule; moves that gain more than they cost
-    interval_s: 300        # between two decisions about moves, at most
-    move_s: 30             # a peer that moves computes nothing for this time: download and start
+    interval_s: 300        # longest time between two decisions about moves
+    move_s: 30             # a peer that moves computes nothing for this time, because it downloads and starts
     join_s: 30             # the same for a peer that joins
-    seeds: 3               # number of simulations, with other random numbers each
+    seeds: 3               # number of simulations, each with other random numbers
 
-With `microbatches`, they are simulated one by one, by the code of real swarms: for hundreds of peers and minutes. Then
-a peer that moves or joins downloads its stage, and `move_s` and `join_s` have no effect.
+With `microbatches`, each microbatch is simulated by the code of real swarms, which is feasible for hundreds of peers
+and for minutes. Then a peer that moves or joins downloads its stage, and `move_s` and `join_s` have no effect.
 
     microbatches:
       per_step: 256
-      size: 1                # samples of each
-      boundary_mb: 0.5       # of a sample, from a stage to the next
-      stage_mb: 2            # of a stage's weights; its optimizer has twice as many
-      mbit: [20, 200]        # of the slowest link and the fastest, each way; or one number; 0: no limit
-      latency_ms: 10         # of each link
+      size: 1                # samples in a microbatch
+      boundary_mb: 0.5       # size of a sample that travels from a stage to the next
+      stage_mb: 2            # size of a stage's weights; its optimizer state has twice that size
+      mbit: [20, 200]        # slowest and fastest link, each way; or one number; 0: no limit
+      latency_ms: 10         # latency of each link
 
 Instead of `peers`, `trace: file.csv` names a file with lines `seconds,peer,samples_per_s`: the peer has this rate from
-then on, and is gone at 0. The table's percentages are relative to the best assignment of the peers alive at each
-moment. Numbers are means over the seeds.
+then on. A rate of 0 means that it is gone. The table's percentages are relative to the best assignment of the peers
+alive at each moment. Numbers are means over the seeds.
 """
 
 COMPLETION: Final = """\
@@ -187,8 +187,8 @@ bash needs the package bash-completion for that. zsh needs these two lines in ~/
     fpath+=~/.zfunc
     autoload -Uz compinit && compinit
 
-The script knows the options of this version, so save it again after an update. Of `fit`, `validate`, `test` and
-`predict` it completes the most usual options.
+The script has the options of this version, so save it again after an update. It completes only the most common options
+of `fit`, `validate`, `test` and `predict`.
 """
 
 COMPRESSION_NAMES: Final = [field.name for field in fields(Compression)]
@@ -205,8 +205,8 @@ def add_identity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity",
         metavar="FILE",
-        help="file of this peer's key, created if missing (default: with invitations, one key for each run and user; "
-        "otherwise a new key each time)",
+        help="file of this peer's key, created if missing (default: one key for each run and user if the run has "
+        "invitations, otherwise a new key each time)",
     )
 
 
@@ -221,7 +221,7 @@ def add_visitor_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--invite",
         metavar="INVITATION",
-        help=f"{INVITE_HELP}; needed if only invited peers are answered (default: {INVITE}, or the owner's key)",
+        help=f"{INVITE_HELP}; needed if the run answers only invited peers (default: {INVITE}, or the owner's key)",
     )
     add_owner_arguments(group)
 
@@ -305,7 +305,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how tensors travel, instead of the settings of MACHINES.yaml, FILE or the swarm")
-    group.add_argument("--compression", metavar="CODEC", help=f"one for all: {', '.join(get_args(CodecName))}")
+    codecs = ", ".join(get_args(CodecName))
+    group.add_argument("--compression", metavar="CODEC", help=f"one codec for all tensors: {codecs}")
     for name in COMPRESSION_NAMES:
         group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"only `{name}`, as in `Compression`")
     group.add_argument("--boundary-ratio", type=int, metavar="K", help="put `Bottleneck(ratio=K)` between stages")
@@ -313,11 +314,11 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_live_arguments(parser: argparse.ArgumentParser) -> None:
     live = parser.add_argument_group("or a live swarm, instead of machines and model")
-    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="address of any of its peers")
+    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="address of any peer of the swarm")
     add_visitor_arguments(live)
     for option, default, unit, meaning in (
-        ("--over", 10.0, "SECONDS", "time over which its rates are measured"),
-        ("--line-mbit", 100.0, "MBIT", "Mb/s, each way, of peers whose links were not measured"),
+        ("--over", 10.0, "SECONDS", "time over which the swarm's rates are measured"),
+        ("--line-mbit", 100.0, "MBIT", "assumed Mb/s, each way, of links that were not measured"),
         ("--bus-gb-per-s", 12.0, "GB", "bandwidth between a GPU and its host, for training alone with offloading"),
         ("--timeout", 10.0, "SECONDS", "timeout for each peer"),
     ):

@@ -1,4 +1,4 @@
-"""The command `lightning-swarm`: its list of commands. The code of each command is imported when the command runs."""
+"""The list of commands of `lightning-swarm`. The code of each command is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm invite --role server --out anna.invite          let another machine join your run
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3...           and expel a peer from it
     lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
-    lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
-    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
-    lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
-    lightning-swarm serve --weights my-llama/                       serve a finished model with others
-    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt Hi  and let it write a text
+    lightning-swarm plan machines.yaml --config run.yaml            is a swarm worth it, and with how many stages?
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would other settings make a live swarm faster?
+    lightning-swarm simulate scenario.yaml                          how a swarm behaves while peers come and go
+    lightning-swarm serve --weights my-llama/                       serve a finished model together with others
+    lightning-swarm generate 203.0.113.7:31337/12D3... --prompt Hi  and write a text with it
 
-With -v before the command, stderr says more of what happens; with -vv, all.
+With -v before the command, stderr shows more of its progress; with -vv, everything.
 """
 
 _LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
@@ -70,9 +70,9 @@ def main() -> int:
 def _command(words: Sequence[str]) -> Callable[[], int]:
     """Parse the words of a command line; return the function that runs its command and returns the exit status."""
     name = words[0] if words else ""
-    # Lightning's own parsers of these commands take seconds to build, and need jsonargparse.
+    # Lightning's parsers of these commands take seconds to build, and need jsonargparse.
     if name in programs.TRAINER_COMMANDS or name in ("-c", "--config"):
-        return collecting_rarely()(programs.run_trainer)  # the launcher ends this when `fit` begins
+        return collecting_rarely()(programs.run_trainer)  # the launcher restores usual collection when `fit` begins
     if name in programs.PEER_COMMANDS:
         return partial(programs.run_peer, name, words[1:])
     return partial(_run, command_parser().parse_args(words))
@@ -86,12 +86,12 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def command_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. For the commands in `programs` it knows only the names."""
+    """Return the parser of all commands. Of the commands in `programs`, it has only the names and help lines."""
     parser = argparse.ArgumentParser(
         prog="lightning-swarm",
         usage="lightning-swarm COMMAND ...",
         description=_DESCRIPTION,
-        epilog="lightning-swarm COMMAND --help says more.",
+        epilog="For the options of a command: lightning-swarm COMMAND --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -1,7 +1,7 @@
 """The command `lightning-swarm completion`: scripts that complete a command line in bash and zsh.
 
-A script is static text with the words of all parsers, because starting Python at each press of the tab key would take
-too long.
+A script is static text with the words of all parsers, because it would take too long to start Python at each press of
+the tab key.
 """
 
 from __future__ import annotations
@@ -137,8 +137,10 @@ def _bash(words: _Words) -> str:
     return _filled(
         _BASH,
         commands=[_joined([*words.commands, "--help", "--version", "--verbose"])],
-        values=[f"{command}:{before}) words={_joined(found)} ;;" for (command, before), found in words.values.items()],
-        options=[f"{command}) words={_joined(found)} ;;" for command, found in words.options.items()],
+        values=[
+            f"{command}:{before}) words={_joined(values)} ;;" for (command, before), values in words.values.items()
+        ],
+        options=[f"{command}) words={_joined(options)} ;;" for command, options in words.options.items()],
     )
 
 
@@ -152,20 +154,22 @@ def _zsh(words: _Words) -> str:
         _ZSH,
         commands=_described({**words.commands, **general}),
         values=[
-            f"({command}:{before}) found=({' '.join(found)}) ;;" for (command, before), found in words.values.items()
+            f"({command}:{before}) found=({' '.join(values)}) ;;" for (command, before), values in words.values.items()
         ],
-        options=[f"({command}) found=({' '.join(_described(found))}) ;;" for command, found in words.options.items()],
+        options=[
+            f"({command}) found=({' '.join(_described(options))}) ;;" for command, options in words.options.items()
+        ],
     )
 
 
 def _described(words: Mapping[str, str]) -> list[str]:
-    """Return words with their help, as zsh's `_describe` takes them."""
+    """Return words with their help, quoted in the form that zsh's `_describe` expects."""
     return [shlex.quote(f"{word}:{text}" if text else word) for word, text in words.items()]
 
 
 def _filled(script: str, **lines: list[str]) -> str:
     """Replace each marker ``@name@`` in a script by lines, all with the indentation of the marker's line."""
-    for name, found in lines.items():
+    for name, replacement in lines.items():
         [indentation] = re.findall(rf"^( *).*@{name}@", script, re.MULTILINE)
-        script = script.replace(f"@{name}@", f"\n{indentation}".join(found))
+        script = script.replace(f"@{name}@", f"\n{indentation}".join(replacement))
     return script

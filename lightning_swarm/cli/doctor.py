@@ -14,8 +14,8 @@ def run(arguments: argparse.Namespace) -> int:
     num_wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
     # Without a peer or an invitation, no run is examined, so no credentials are read.
-    looks = addresses or arguments.invite is not None
-    visitor = visitor_of(arguments) if looks else doctor.ANYONE
+    examines_run = addresses or arguments.invite is not None
+    visitor = visitor_of(arguments) if examines_run else doctor.ANYONE
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses, visitor=visitor):
         print(finding, flush=True)  # noqa: T201 - a command
         num_wrong += not finding.ok

@@ -19,10 +19,10 @@ _ARG_START, _ARG_END = 45, 46  # indices of proc(5)'s fields 48 and 49, counted 
 
 @contextmanager
 def invitation_file(given: str | None) -> Iterator[str | None]:
-    """Yield the name of a file with the invitation that `--invite` gives; None if there is none.
+    """Yield the name of a file with the invitation that `--invite` gives; None if the option is not used.
 
-    A text goes into an unnamed file, because a file is what the rest of the package reads. `ConfigError` if it is no
-    invitation.
+    An invitation's text goes into an unnamed file, because the rest of the package reads files. Raises `ConfigError`
+    for a text that is no invitation.
     """
     if given == "-":
         text, source = sys.stdin.read(MAX_TEXT_BYTES), "standard input"
@@ -42,6 +42,6 @@ def hide_argument(secret: str) -> None:
     with suppress(OSError, ValueError, IndexError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = int(fields[_ARG_START]), int(fields[_ARG_END])
-        found = ctypes.string_at(begin, end - begin).find(secret.encode()) if 0 < begin < end else -1
-        if found >= 0:
-            ctypes.memset(begin + found, ord("*"), len(secret))
+        offset = ctypes.string_at(begin, end - begin).find(secret.encode()) if 0 < begin < end else -1
+        if offset >= 0:
+            ctypes.memset(begin + offset, ord("*"), len(secret))

@@ -25,15 +25,15 @@ Answer OpenAI's HTTP protocol for served models. It serves completions and chats
     lightning-swarm http small=203.0.113.7:31337/12D3... large=203.0.113.8:31337/12D3...
     lightning-swarm http 203.0.113.7:31337/12D3... --adapter poems=adapter/
 
-Clients name a model or an adapter as the command line does; a model's default name is its config's model type. / is a
-page to try them. /health has each model write a token, and answers 200 if all of them did. /metrics is for Prometheus.
-Where other machines reach the port, requests must bring an API key as a bearer token.
+Clients use the names of models and adapters from the command line; a model's default name is its config's model type.
+The page / is for trying the models. /health lets each model write a token, and answers 200 if all of them did. /metrics
+is for Prometheus. If other machines reach the port, requests must have an API key as a bearer token.
 """
 
 API_KEY_FILE: Final = "SWARM_API_KEY_FILE"
 _MIN_KEY_CHARACTERS: Final = 16
 _MAX_KEYS: Final = 1000
-_MOST: Final = 10_000  # texts, waiting requests, or seconds of a wait
+_MAX_LIMIT: Final = 10_000  # texts, waiting requests, or seconds of a wait
 _NAME: Final = r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}"
 
 
@@ -59,8 +59,8 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         metavar="FILE",
-        help="file with the keys of which requests must bring one, a line each; needed if other machines reach it "
-        f"(default: the file that {API_KEY_FILE} names)",
+        help="file of API keys, one a line; each request must have one of them. Required if other machines reach the "
+        f"port (default: the file that {API_KEY_FILE} names)",
     )
     parser.add_argument(
         "--adapter",
@@ -70,14 +70,18 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         help="a LoRA adapter of the model, as peft saves it; requests name it as their model (repeatable)",
     )
     parser.add_argument(
-        "--max-texts", type=int, default=DEFAULT_LIMITS.texts, metavar="N", help="texts at once (default: %(default)d)"
+        "--max-texts",
+        type=int,
+        default=DEFAULT_LIMITS.texts,
+        metavar="N",
+        help="texts to write at the same time (default: %(default)d)",
     )
     parser.add_argument(
         "--max-waiting",
         type=int,
         default=DEFAULT_LIMITS.waiting,
         metavar="N",
-        help="requests that wait for others to end; further requests get status 429 (default: %(default)d)",
+        help="requests that may wait for other requests to end; more get status 429 (default: %(default)d)",
     )
     parser.add_argument(
         "--max-wait",
@@ -104,7 +108,7 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(FORMATS),
         help="format in which the model calls tools (default: that of its chat template)",
     )
-    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
+    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; if servers answer only invited peers")
 
 
 def _keys(arguments: argparse.Namespace) -> list[str]:
@@ -114,8 +118,8 @@ def _keys(arguments: argparse.Namespace) -> list[str]:
         if is_local(arguments.host):
             return []
         raise ConfigError(
-            f"an endpoint that other machines reach must have an API key, and `--host {arguments.host}` came without. "
-            "Write one into a file, by `openssl rand -hex 32 > FILE`, and name it by `--api-key FILE`."
+            f"an endpoint that other machines reach must have an API key, got none with `--host {arguments.host}`. "
+            "Write a key into a file by `openssl rand -hex 32 > FILE`, and name the file by `--api-key FILE`."
         )
     try:
         keys = Path(file).read_text().split("\n")
@@ -124,14 +128,14 @@ def _keys(arguments: argparse.Namespace) -> list[str]:
     keys = [key.strip() for key in keys if key.strip()]
     if not 0 < len(keys) == len({*keys}) <= _MAX_KEYS:
         raise ConfigError(
-            f"a file of API keys has 1 to {_MAX_KEYS} different keys, a line each, and {file!r} has {len(keys)}, of "
-            f"which {len({*keys})} differ. Make one by `openssl rand -hex 32`."
+            f"a file of API keys must have 1 to {_MAX_KEYS} different keys, one a line, got {len(keys)} keys in "
+            f"{file!r}, of which {len({*keys})} differ. Make a key by `openssl rand -hex 32`."
         )
     for number, key in enumerate(keys, 1):
         if len(key) < _MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
             raise ConfigError(
-                f"an API key has at least {_MIN_KEY_CHARACTERS} ASCII characters without spaces, and key {number} in "
-                f"{file!r} has not. Make one by `openssl rand -hex 32`."
+                f"an API key must have at least {_MIN_KEY_CHARACTERS} ASCII characters and no spaces, unlike key "
+                f"{number} in {file!r}. Make a key by `openssl rand -hex 32`."
             )
     return keys
 
@@ -142,21 +146,21 @@ def _limits(arguments: argparse.Namespace) -> QueueLimits:
         ("--max-waiting", arguments.max_waiting, 0),
         ("--max-wait", arguments.max_wait, 0.1),
     ):
-        if not least <= value <= _MOST:
-            raise ConfigError(f"`{option}` must be {least:g} to {_MOST}, got {value:g}. Correct it.")
+        if not least <= value <= _MAX_LIMIT:
+            raise ConfigError(f"`{option}` must be {least:g} to {_MAX_LIMIT}, got {value:g}. Correct it.")
     return QueueLimits(texts=arguments.max_texts, waiting=arguments.max_waiting, wait_s=arguments.max_wait)
 
 
 def _named(option: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     """Split texts of the form NAME=VALUE; raises a ConfigError for a malformed name."""
-    found = [(name, value) if sign else ("", text) for text in texts for name, sign, value in [text.partition("=")]]
-    for name, value in found:
+    pairs = [(name, value) if equals else ("", text) for text in texts for name, equals, value in [text.partition("=")]]
+    for name, value in pairs:
         if name and not re.fullmatch(_NAME, name):
             raise ConfigError(
-                f"`{option}` names a model by up to 128 letters, digits and the signs . _ : / -, of which the first is "
-                f"a letter or digit, got {name[:100]!r} for {value!r}. Choose another name."
+                f"a name in `{option}` must have up to 128 letters, digits and signs . _ : / -, and begin with a "
+                f"letter or digit, got {name[:100]!r} for {value!r}. Choose another name."
             )
-    return found
+    return pairs
 
 
 def _check_adapters(adapters: Sequence[tuple[str, str]]) -> None:
@@ -166,8 +170,8 @@ def _check_adapters(adapters: Sequence[tuple[str, str]]) -> None:
             raise ConfigError(f"`--adapter` must have the form NAME=FOLDER, got {folder!r}. Give the adapter a name.")
         if not Path(folder, "adapter_config.json").is_file():
             raise ConfigError(
-                f"`--adapter {name}=FOLDER` must name a folder that peft's `save_pretrained` has written, and "
-                f"{folder!r} has no adapter_config.json. Correct it."
+                f"`--adapter {name}=FOLDER` must name a folder that peft's `save_pretrained` has written, got "
+                f"{folder!r} without adapter_config.json. Correct it."
             )
 
 
@@ -181,8 +185,8 @@ def _check_names(names: Sequence[str]) -> None:
 
 def run_http(arguments: argparse.Namespace) -> int:
     """Run `http`; returns the exit status."""
-    one_model = {"--weights": arguments.weights, "--tool-parser": arguments.tool_parser, "--adapter": arguments.adapter}
-    for option, value in one_model.items():
+    for_one = {"--weights": arguments.weights, "--tool-parser": arguments.tool_parser, "--adapter": arguments.adapter}
+    for option, value in for_one.items():
         if value and len(arguments.models) > 1:
             raise ConfigError(f"`{option}` is for one model, got {len(arguments.models)} models. Leave it out.")
     keys, limits = _keys(arguments), _limits(arguments)
@@ -199,21 +203,21 @@ def run_http(arguments: argparse.Namespace) -> int:
     served: list[ServedText] = []
     with contextlib.ExitStack() as closing:
         invite = closing.enter_context(invitation_file(arguments.invite))
-        for given, address in models:
+        for chosen_name, address in models:
             say(f"Connecting to {address}.")
             model = remote_model(address, invite=invite, weights=arguments.weights)
             closing.callback(model.swarm.close)
-            name = given or model.config.model_type
+            name = chosen_name or model.config.model_type
             served.append(ServedText(name, model, model.swarm.tokenizer(), arguments.tool_parser))
-            _check_names([*(one.name for one in served), *(name for name, _ in adapters)])
+            _check_names([*(text.name for text in served), *(name for name, _ in adapters)])
         base = served[0]
         served += [
             replace(base, name=name, model=base.model.swarm.with_lora(folder), parent=base.name)
             for name, folder in adapters
         ]
-        names = ", ".join(one.name for one in served)
-        place = f"http://{arguments.host}:{arguments.port}"
-        print(f"Answering at {place}/v1 for {names}. A page to try them: {place}/", flush=True)  # noqa: T201
+        names = ", ".join(text.name for text in served)
+        url = f"http://{arguments.host}:{arguments.port}"
+        print(f"Answering at {url}/v1 for {names}. A page to try them: {url}/", flush=True)  # noqa: T201
         http_server.run(
             served,
             host=arguments.host,

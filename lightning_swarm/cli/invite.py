@@ -31,8 +31,8 @@ there.
     lightning-swarm invite --role server --peer 12D3... --out spot.invite
 
 Each holder of the file can join until it expires (--expires), and may then stay for some time (--for). So send it in
-private; an invitation for a single peer (--peer) is no secret. The other side joins with `lightning-swarm join ADDRESS
---invite FILE PROGRAM`. The permissions of the roles:
+private; an invitation for a single peer (--peer) is no secret. The other peer joins with `lightning-swarm join ADDRESS
+--invite FILE PROGRAM`. The permissions of the roles, each with those above it:
 
     observer    look at the run
     server      and compute, average, vote and coordinate
@@ -48,20 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `invite`."""
     parser.add_argument("--role", choices=[str(role) for role in Role], default="server", help="(default: %(default)s)")
     parser.add_argument(
-        "--uses", type=int, default=1, metavar="N", help="the number of peers that may come by it (default: 1)"
+        "--uses", type=int, default=1, metavar="N", help="the number of peers that may join with it (default: 1)"
     )
     parser.add_argument(
         "--expires",
         default="7d",
         metavar="TIME",
-        help="the time in which peers may come by it: 30m, 12h, 7d or 4w from now (default: 7d)",
+        help="the time from now in which peers may join with it: 30m, 12h, 7d or 4w (default: 7d)",
     )
     parser.add_argument(
         "--for", dest="stay", default="90d", metavar="TIME", help="the time for which each may then stay (default: 90d)"
     )
     parser.add_argument("--peer", metavar="ID", help="admit only the peer with this id, 12D3...")
     add_owner_arguments(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a new file for it (default: standard output)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the new file to write (default: standard output)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,15 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     is_new = not can_see_file(path)
     owner = Owner.load(arguments.run_id, path)
     if is_new:
-        say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run has to be started with it.")
+        say(f"Made the owner's key of run {arguments.run_id!r}: {path}. The run must be started with this key.")
     role = Role(arguments.role)
-    made: AnyInvitation
+    proof: AnyInvitation
     if arguments.peer is not None:
-        made = owner.certify(PeerId(arguments.peer), role, now_s=now_s, **times)
+        proof = owner.certify(PeerId(arguments.peer), role, now_s=now_s, **times)
     else:
-        made = owner.invite(role, uses=arguments.uses, **times)
-    _write(f"{to_text(made)}\n", arguments.out)
-    say(_summary(made.invitation, arguments.peer))
+        proof = owner.invite(role, uses=arguments.uses, **times)
+    _write(f"{to_text(proof)}\n", arguments.out)
+    say(_summary(proof.invitation, arguments.peer))
     return 0
 
 
@@ -96,26 +96,26 @@ def owner_path(arguments: argparse.Namespace) -> Path:
 
 def _check(arguments: argparse.Namespace) -> None:
     if not 1 <= arguments.uses <= MAX_USES:
-        raise ConfigError(f"`--uses` must be a number of 1..{MAX_USES}, got {arguments.uses}. Leave it out: that is 1.")
+        raise ConfigError(f"`--uses` must be 1..{MAX_USES}, got {arguments.uses}. Leave it out for 1.")
     if not arguments.run_id or not arguments.run_id.isprintable() or len(arguments.run_id) > 100:
         raise ConfigError(f"`--run-id` must be 1..100 printable characters, got {arguments.run_id!r}. Copy the run's.")
     if arguments.peer is None:
         return
     if public_key(arguments.peer) is None:
         raise ConfigError(
-            f"`--peer` must be a peer's id, as 12D3KooW..., got {arguments.peer!r}. The peer prints it behind the "
-            "slash of its address; with `identity_path` it stays the same."
+            f"`--peer` must be a peer's id, like 12D3KooW..., got {arguments.peer!r}. The peer prints its id behind "
+            "the slash of its address; with `identity_path` the id stays the same."
         )
     if arguments.uses != 1:
         raise ConfigError(
-            f"`--uses` must be 1 with `--peer`, which is one peer, got {arguments.uses}. Leave one of them out."
+            f"`--uses` must be 1 with `--peer`, which admits one peer, got {arguments.uses}. Leave one of them out."
         )
 
 
 def _seconds(name: str, text: str) -> float:
     """Return the seconds of a time such as ``12h``, the value of the option `name`."""
-    found = re.fullmatch(r"([1-9]\d{0,8})([mhdw])", text, re.ASCII)
-    seconds = int(found[1]) * _UNITS[found[2]] if found is not None else 0
+    match = re.fullmatch(r"([1-9]\d{0,8})([mhdw])", text, re.ASCII)
+    seconds = int(match[1]) * _UNITS[match[2]] if match is not None else 0
     if not 0 < seconds <= OWN_STAY_S:
         raise ConfigError(
             f"`{name}` must be a time of up to {OWN_STAY_S / 86400:.0f} days, like 30m, 12h, 7d or 4w, got {text!r}. "
@@ -133,12 +133,11 @@ def _write(line: str, out: Path | None) -> None:
         write_new(out, line.encode())
     except FileExistsError as error:
         raise ConfigError(
-            f"`--out` must be a new file, got {str(out)!r}, which is there. Name another one, or remove it."
+            f"`--out` must be a new file, got {str(out)!r}, which exists. Name another file, or remove this one."
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"`--out` must be a new file in a folder that can be written to, got {str(out)!r}: {error.strerror}. "
-            "Name another one."
+            f"`--out` must be a new file in a writable folder, got {str(out)!r}: {error.strerror}. Name another file."
         ) from error
 
 
@@ -149,7 +148,7 @@ def _summary(invitation: Invitation, peer: str | None) -> str:
     number = invitation.stay_s // size_s
     stay = f"for {number} {unit}{'s' if number != 1 else ''}"
     role, run_id, uses = invitation.role, invitation.run_id, invitation.uses
-    times = f"to come until {until}, and to stay {stay}"
+    times = f"to join until {until}, and to stay {stay}"
     if peer is not None:
         return f"Invited {peer} to run {run_id!r} as {role}: {times} from now. The file is no secret."
     peers = f"{uses} peer{'s' if uses != 1 else ''}"

@@ -1,4 +1,4 @@
-"""The commands `lightning-swarm members`, `ban` and `unban`: list the members of a run, ban them, and lift bans."""
+"""The commands `lightning-swarm members`, `ban` and `unban`: list a run's members, ban peers, and lift bans."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from lightning_swarm.protocol.bans import MAX_BANS
 from lightning_swarm.trust.certificates import MAX_REASON, encode
 from lightning_swarm.trust.owner import Owner
 
-_TIMEOUT_S: Final = 10.0  # for each call of a peer
+_TIMEOUT_S: Final = 10.0  # timeout of each call to a peer
 
 
 def show_members(arguments: argparse.Namespace) -> int:
-    """Show all peers that ever came to a run, and all bans; returns the exit status."""
+    """Show all peers that ever joined a run, and all bans; returns the exit status."""
     address = Address.parse(arguments.address)
     with (
         visiting(arguments, "members", str(address)) as visitor,
         members.asking(address, timeout=_TIMEOUT_S, visitor=visitor) as run,
     ):
-        found = run.members()
+        rows = run.members()
     if arguments.json:
-        for member in found:
-            print(json.dumps(asdict(member)))  # noqa: T201 - a command
+        for row in rows:
+            print(json.dumps(asdict(row)))  # noqa: T201 - a command
     else:
-        print(members.table(arguments.run_id, found))  # noqa: T201 - a command
+        print(members.table(arguments.run_id, rows))  # noqa: T201 - a command
     return 0
 
 
@@ -61,20 +61,20 @@ def _ban(arguments: argparse.Namespace, *, is_lifted: bool) -> int:
     path = owner_path(arguments)
     if not can_see_file(path):
         raise ConfigError(
-            f"only the owner of run {arguments.run_id!r} bans from it, whose key is not at {path}. Call this where the "
-            "run was started, name its `--run-id`, or the key's file by `--owner`."
+            f"only the owner of run {arguments.run_id!r} can ban from it, and the owner's key is not at {path}. Call "
+            "this where the run was started, and name the run by `--run-id`, or the key's file by `--owner`."
         )
     owner = Owner.load(arguments.run_id, path)
     with members.asking(address, timeout=_TIMEOUT_S, visitor=Visitor(as_owner(owner))) as run:
         subjects = _subjects(arguments, run)
-        told = [
+        results = [
             run.send_ban(encode(owner.ban(subject, arguments.reason, is_lifted=is_lifted, now_ns=time.time_ns())))
             for subject in subjects
         ]
-        status = _report(subjects, told, is_lifted=is_lifted)
-        still = run.banned_invitations_of(PeerId(subjects[0])) if is_lifted and not arguments.invitation else []
-    for number in still:
-        say(f"It came by the invitation {number[:8]}, which is still banned: call `unban` with `--invitation`, too.")
+        status = _report(subjects, results, is_lifted=is_lifted)
+        still_banned = run.banned_invitations_of(PeerId(subjects[0])) if is_lifted and not arguments.invitation else []
+    for number in still_banned:
+        say(f"The peer's invitation {number[:8]} is still banned: call `unban` with `--invitation`, too.")
     return status
 
 
@@ -85,8 +85,8 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if public_key(arguments.subject) is None and not Path(arguments.subject).is_file():
         raise ConfigError(
-            f"the subject of a ban must be a peer's id, as 12D3KooW..., or a file that `lightning-swarm invite` wrote, "
-            f"got {arguments.subject!r}. `lightning-swarm members` shows the ids."
+            "the subject of a ban must be a peer's id, like 12D3KooW..., or a file that `lightning-swarm invite` "
+            f"wrote, got {arguments.subject!r}. `lightning-swarm members` shows the ids."
         )
 
 
@@ -97,34 +97,35 @@ def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
     if not arguments.invitation:
         if not run.has_seen(PeerId(arguments.subject)):
             say(
-                f"The run has never seen {arguments.subject}, and a ban or its lifting takes one of {MAX_BANS} places. "
-                "If it is mistyped, call again with an id that `lightning-swarm members` shows."
+                f"The run has never seen {arguments.subject}, and each banned id, even if the ban is lifted, is one of "
+                f"at most {MAX_BANS}. If it is mistyped, call again with an id that `lightning-swarm members` shows."
             )
         return [arguments.subject]
     numbers = run.invitations_of(PeerId(arguments.subject))
     if not numbers:
         raise ConfigError(
-            f"{arguments.subject} never came to the run, so the run does not know its invitation. Name the "
-            "invitation's file, or leave out `--invitation`."
+            f"{arguments.subject} never joined the run, so the run does not know its invitation. Name the invitation's "
+            "file, or leave out `--invitation`."
         )
     return [arguments.subject, *numbers]
 
 
-def _report(subjects: Sequence[str], each: Sequence[Mapping[PeerId, str | None]], *, is_lifted: bool) -> int:
-    """Print which peers accepted a ban; returns the exit status. `each`: for each subject, peer -> problem or None."""
-    name = " and ".join(
-        short_name(one) if public_key(one) is not None else f"the invitation {one[:8]}" for one in subjects
+def _report(subjects: Sequence[str], results: Sequence[Mapping[PeerId, str | None]], *, is_lifted: bool) -> int:
+    """Print which peers accepted a ban; returns the exit status. `results`: for each subject, peer -> error or None."""
+    names = " and ".join(
+        short_name(subject) if public_key(subject) is not None else f"the invitation {subject[:8]}"
+        for subject in subjects
     )
-    # A peer counts as informed only if it accepted the ban of each subject.
-    told = {peer: next((one[peer] for one in each if one[peer] is not None), None) for peer in each[0]}
-    heeded = [peer for peer, problem in told.items() if problem is None]
-    for peer, problem in told.items():
-        if problem is not None:
-            say(f"{short_name(peer)} did not accept it: {problem}")
-    if not heeded:
+    # A peer accepts the ban only if it accepts the ban of each subject.
+    errors = {peer: next((each[peer] for each in results if each[peer] is not None), None) for peer in results[0]}
+    num_accepted = sum(error is None for error in errors.values())
+    for peer, error in errors.items():
+        if error is not None:
+            say(f"{short_name(peer)} did not accept it: {error}")
+    if not num_accepted:
         say("No peer of the run accepted it, so nothing has changed. Name the address of another peer.")
         return 1
-    done = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
-    others = "" if len(heeded) == len(told) else " The others receive it from these, or with the run's next record."
-    say(f"{name} {done}: {len(heeded)} of {len(told)} peers accepted it.{others}")
+    effect = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
+    rest = "" if num_accepted == len(errors) else " The other peers receive it from these, or with the next record."
+    say(f"{names} {effect}: {num_accepted} of {len(errors)} peers accepted it.{rest}")
     return 0

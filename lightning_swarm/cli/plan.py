@@ -42,11 +42,11 @@ class _Subject:
     measure: Callable[[], float]  # FLOP/s of this machine with the model
     sequence: int = 1024  # tokens of a sample
     width: int | None = None  # features of a token
-    travel: WireSettings = NOT_GIVEN  # compression of tensors in the configuration file
+    wire: WireSettings = NOT_GIVEN  # compression of tensors in the configuration file
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, and print the plan; returns the exit status: 1 if nothing can train, 0 even if the swarm does not pay."""
+    """Make and print a plan; returns the exit status, which is 1 only if no choice of machines can train the model."""
     _check_numbers(arguments)
     if arguments.swarm:
         return _run_live(arguments)
@@ -54,10 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
     measure = subject.measure if arguments.measure else None
     machines = read_machines(arguments.machines, subject.model.flop, measure)
-    travel = _chosen_travel(arguments).filled_from(read_compression(arguments.machines)).filled_from(subject.travel)
-    model = replace(subject.model, wire=travel.wire)
+    # Options take precedence over the file of machines, and this file over the configuration file.
+    wire = _wire_options(arguments).filled_from(read_compression(arguments.machines)).filled_from(subject.wire)
+    model = replace(subject.model, wire=wire.wire)
     plan = _plan(arguments, model, machines)
-    text = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
+    text = json.dumps({**plan.as_json(), **wire.as_json()}) if arguments.json else describe(model, plan)
     print(text)  # noqa: T201 - a command
     if arguments.picture:
         draw(arguments.picture, machines[0], subject.sequence, subject.width)
@@ -73,16 +74,16 @@ def _plan(arguments: argparse.Namespace, model: ModelProfile, machines: Sequence
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.machines is None:
         raise ConfigError(
-            "`plan` must be told the machines: by a file that lists them, or by --swarm HOST:PORT/ID of a peer of a "
-            "swarm that runs; got neither. Give the one or the other."
+            "`plan` needs machines: a file that lists them, or --swarm HOST:PORT/ID with the address of a peer of a "
+            "live swarm; got neither. Name one of the two."
         )
-    measures = {name: getattr(arguments, name) for name in ("layers", "width", "sequence")}
-    given = [name for name, value in measures.items() if value is not None]
-    if bool(arguments.config) == bool(given) or (given and len(given) < len(measures)):
+    dimensions = {name: getattr(arguments, name) for name in ("layers", "width", "sequence")}
+    given = [name for name, value in dimensions.items() if value is not None]
+    if bool(arguments.config) == bool(given) or (given and len(given) < len(dimensions)):
+        options = [f"--{name}" for name in [*(["config"] if arguments.config else []), *given]]
         raise ConfigError(
-            "`plan` must be told one model: by --config FILE, or by --layers, --width and --sequence, all three; got "
-            f"{' and '.join(f'--{name}' for name in [*(['config'] if arguments.config else []), *given]) or 'none'}."
-            " Give the one or the others."
+            "`plan` needs one model: --config FILE, or all three of --layers, --width and --sequence; got "
+            f"{' and '.join(options) or 'none'}. Describe the model in one of these ways."
         )
 
 
@@ -104,34 +105,34 @@ def _of_numbers(arguments: argparse.Namespace) -> _Subject:
 def _of_file(path: Path, *, measured: bool) -> _Subject:
     """Build the model of a file that `fit` takes. This also builds the file's Trainer and data, which are not used."""
     require_jsonargparse("plan --config")
-    given = ["--config", str(path)]
-    tree = cli_module(given, [])
+    options = ["--config", str(path)]
+    tree = cli_module(options, [])
     try:
-        cli = tree.SwarmCLI(run=False, save_config_callback=None, args=given, parser_kwargs={"exit_on_error": False})
+        cli = tree.SwarmCLI(run=False, save_config_callback=None, args=options, parser_kwargs={"exit_on_error": False})
     except (argparse.ArgumentError, OSError) as error:
         raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
     module, strategy = cli.model, cli.trainer.strategy
     swarm = strategy.config if isinstance(strategy, written_part(SwarmStrategy)) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
-    travel = WireSettings(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
+    wire = WireSettings(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
     # Measure first, because counting removes the weights.
     blocks_s = probe.measure_blocks(module, pipeline, example) if measured and example is not None else 0.0
     model = probe.count(module, pipeline, example)
-    return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
+    return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, wire=wire)
 
 
-def _chosen_travel(arguments: argparse.Namespace) -> WireSettings:
+def _wire_options(arguments: argparse.Namespace) -> WireSettings:
     """Read the options about the compression of tensors; raises a ConfigError if they are invalid."""
-    # `--compression` is for all tensors; `--compression.NAME` then replaces its value for some.
-    every = arguments.compression
+    # `--compression` is for all tensors; `--compression.NAME` then replaces its value for some tensors.
+    for_all = arguments.compression
     options = {name: getattr(arguments, f"compression.{name}") for name in COMPRESSION_NAMES}
     chosen = {name: _value(text) for name, text in options.items() if text is not None}
-    if chosen and every is not None:
-        chosen = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **chosen}
-    return WireSettings.parse(chosen or every, arguments.boundary_ratio)
+    if chosen and for_all is not None:
+        chosen = {**dict.fromkeys(("activations", "gradients", "averaging"), for_all), **chosen}
+    return WireSettings.parse(chosen or for_all, arguments.boundary_ratio)
 
 
 def _value(text: str) -> object:
@@ -142,21 +143,21 @@ def _value(text: str) -> object:
 
 
 def _run_live(arguments: argparse.Namespace) -> int:
-    """Survey the swarm twice, plan, and print the plan; returns the exit status, as `run`."""
+    """Survey a live swarm twice, make and print a plan; returns the exit status, as `run`."""
     _check_live(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
     assumed = AssumedRates(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
-    chosen = _chosen_travel(arguments)
+    chosen = _wire_options(arguments)
     live = _survey_twice(arguments, assumed)
     current, now = WireSettings(live.compression), live.now
-    travel = chosen.filled_from(current)
-    model = replace(live.model, wire=travel.wire)
+    wire = chosen.filled_from(current)
+    model = replace(live.model, wire=wire.wire)
     plan = _plan(arguments, model, live.machines)
     if now.setting is not None:
         predicted = predict(replace(live.model, wire=current.wire), live.machines, now.setting)
         now = replace(now, predicted_samples_per_s=predicted)
     if arguments.json:
-        print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
+        print(json.dumps({**plan.as_json(), **wire.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
     else:
         print(f"{describe(model, plan)}\n\n{describe_now(plan, now, line_bytes_per_s)}")  # noqa: T201 - a command
     return 0 if plan.possible else 1
@@ -173,11 +174,11 @@ def _check_live(arguments: argparse.Namespace) -> None:
         "--picture": arguments.picture,
         "--boundary-ratio": arguments.boundary_ratio,  # the measured costs of a stage include its boundary layers
     }
-    both = [name for name, value in given.items() if value]
-    if both:
+    conflicting = [name for name, value in given.items() if value]
+    if conflicting:
         raise ConfigError(
-            "`plan` takes machines and model from a file and a description, or both from a live swarm by --swarm, got "
-            f"--swarm and {' and '.join(both)}. Leave out the one or the others."
+            "with --swarm, `plan` takes the machines and the model from a live swarm, so no other option may describe "
+            f"them; got --swarm and {' and '.join(conflicting)}. Leave one side out."
         )
     for name in ("over", "line_mbit", "bus_gb_per_s", "timeout"):
         value = getattr(arguments, name)

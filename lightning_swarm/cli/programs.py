@@ -42,7 +42,7 @@ TRAINER_COMMANDS: Final[Mapping[str, str]] = {
 
 _MODEL_AND_DATA: Final = """
 
-Any LightningModule and LightningDataModule will do. Name them by their import path, from the current folder:
+Works with any LightningModule and LightningDataModule. Name them by their import path, from the current folder:
 
     lightning-swarm {name} --model my_project.Net --data my_project.Data \\
         --trainer.devices 4 --trainer.strategy.num_stages 2
@@ -51,13 +51,12 @@ or in a file, which --print_config writes for the options that come before it:
 
     lightning-swarm {name} --config run.yaml{weights}
 
-{note}What can be set of the swarm: --trainer.strategy.help {strategy}
+{note}To show the options of the swarm: --trainer.strategy.help {strategy}
 """
 
-
 _NOTES: Final = {
-    "predict": "What `predict_step` returns is kept nowhere, unless a BasePredictionWriter among `trainer.callbacks` "
-    "writes it.\n\n"
+    "predict": "The results of `predict_step` are not kept, unless a BasePredictionWriter in `trainer.callbacks` "
+    "writes them.\n\n"
 }
 
 # Beginnings of lines in jsonargparse's errors that only list the types that it tried.
@@ -73,7 +72,7 @@ _NOISE: Final = (
 
 _HINT: Final = """
 
-Classes are named by their import path from the current folder, like my_project.Net. What can be set:
+Classes are named by their import path from the current folder, like my_project.Net. To show all options:
 
     lightning-swarm {name} --help
     lightning-swarm {name} --model.help my_project.Net
@@ -81,7 +80,7 @@ Classes are named by their import path from the current folder, like my_project.
 
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
-    """Choose the import tree whose Trainer can run a command line. `commands`: the Trainer commands it may name."""
+    """Choose the import tree whose Trainer can run a command line, which may name one of the Trainer `commands`."""
     from lightning_swarm.strategy.framework import LIGHTNING, mixed_import, tree_of_class
 
     named: dict[str, Any] = {}
@@ -93,11 +92,11 @@ def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> Impor
         for name in _CLASSES:
             if option in (f"--{name}", f"--{name}.class_path", f"--{name}.help"):
                 named[name] = value
-    found = {name: _imported(named.get(name)) for name in _CLASSES}
-    trees = {name: tree_of_class(kind) for name, kind in found.items()}
+    classes = {name: _imported(named.get(name)) for name in _CLASSES}
+    trees = {name: tree_of_class(imported) for name, imported in classes.items()}
     model, data = trees[_MODEL], trees[_DATA]
     if model is not None and data is not None and data is not model:
-        raise mixed_import("LightningDataModule", found[_DATA], model)
+        raise mixed_import("LightningDataModule", classes[_DATA], model)
     return next((tree for tree in trees.values() if tree is not None), LIGHTNING)
 
 
@@ -184,7 +183,7 @@ def require_jsonargparse(*commands: str) -> None:
         importlib.metadata.version("docstring-parser")
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
-            f"{', '.join(commands)} need jsonargparse with its extra `signatures`, and {error.name} is not "
+            f"{', '.join(commands)} need jsonargparse with its extra `signatures`, but {error.name} is not "
             'installed. Run: pip install "lightning-swarm[cli]"'
         ) from error
 
@@ -194,8 +193,8 @@ _PEER_OPTIONS: Final = ("--listen", "--announce", "--identity", "--invite", "--p
 _ADDRESS: Final = "203.0.113.7:31337/12D3..."
 
 _JOIN: Final = f"""\
-Join a run that another machine started; this needs no data. Takes what the run's starter prints: its address, \
-and the program that it runs.
+Join a run that another machine started; this needs no data. Takes the starter's address and program, as the starter \
+prints them.
 
     lightning-swarm join {_ADDRESS} train.py
     lightning-swarm join {_ADDRESS} --listen 0.0.0.0:31337 --invite anna.invite train.py --width 512
@@ -204,24 +203,25 @@ and the program that it runs.
     lightning-swarm join {_ADDRESS} --model my_project.Net
 
 The program must build the same model as the starter's. Its first `fit` serves until the run is over and then ends the
-process with exit status 0. If it has data, and the process that leads the run dies, it may come to lead: then `fit`
-trains, and the program goes on behind it. If its strategy's `role` is "both" or "trainer" it trains beside the lead at
-once, with data of its own, where the run takes trainers.
+process with exit status 0. If the program has data and the run's lead dies, it may take over the lead. Then `fit`
+trains, and the program continues after it. If its strategy's `role` is "both" or "trainer", it trains beside the lead
+at once, with data of its own, if the run accepts trainers.
 
-Ctrl-C or SIGTERM has it leave the run: it serves until the next record that can spare it, and ends with exit status 0;
-a second signal ends it at once. With --preemption, a cloud's notice that it takes the machine away does the same.
+On Ctrl-C or SIGTERM it leaves the run: it serves until the next record that can spare it, and ends with exit status 0.
+A second signal ends it at once. With --preemption, a cloud's notice that it takes the machine away does the same as the
+first signal.
 """
 
 _SERVE: Final = f"""\
-Hold stages, and nothing else, for a run that is started elsewhere, or of a finished model.
+Serve stages, without training, for a run that is started elsewhere, or of a finished model.
 
     lightning-swarm serve {_ADDRESS} train.py    for a run that exists
     lightning-swarm serve --listen 0.0.0.0:31337 train.py       for a later run: prints how to start it
     lightning-swarm serve --listen 0.0.0.0:31337 --config run.yaml
     lightning-swarm serve --weights my-llama/                   a finished model: see `serve --weights . --help`
 
-Like `join`, but it reads no data and trains nothing, whatever the `role` of the program's strategy. It may start before
-the run does.
+Like `join`, but it reads no data and trains nothing, whatever the `role` of the program's strategy. It may be started
+before the run.
 """
 
 
@@ -237,8 +237,8 @@ def _add_arguments(parser: argparse.ArgumentParser, *, needs_address: bool) -> N
         action="append",
         default=[],
         metavar="HOST:PORT",
-        help="address at which others reach this peer, behind a router (repeatable; default: the address that it "
-        "listens on; the program's is for the machine that started the run)",
+        help="address at which others reach this peer behind a router (repeatable; default: the address that it "
+        "listens on, because the program's setting is for the machine that started the run)",
     )
     add_identity(parser)
     parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP} (default: the program's)")
@@ -262,7 +262,7 @@ PEER_COMMANDS: Final = {
 
 
 def run_peer(name: str, arguments: Sequence[str]) -> int:
-    """Run `join` or `serve`; returns the exit status, unless the program ends the process with one of its own."""
+    """Run `join` or `serve`; returns the exit status, unless the program itself ends the process."""
     if name == "serve" and serving.is_for_model(arguments):
         return serving.run_serve(arguments)
     own, program = _split(arguments, address_first=name == "join")
@@ -270,16 +270,16 @@ def run_peer(name: str, arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(own)
     environment = _environment(name, chosen)
     if not program:
-        parser.error("add what to run, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
+        parser.error("add the program, as the starter prints it: a script, -m MODULE, --config FILE or --model CLASS")
     with invitation_file(chosen.invite) as invitation:
         os.environ.update(environment if invitation is None else {**environment, INVITE: invitation})
-        with collecting_rarely():  # the launcher ends this when `fit` begins
+        with collecting_rarely():  # the launcher restores usual collection when `fit` begins
             _run_program(name, program)
     return 0
 
 
 def _run_program(name: str, program: Sequence[str]) -> None:
-    """Run a program, whose `fit` finds in the environment that it must join. Refuses a program without such a `fit`."""
+    """Run a program whose `fit` joins a run, according to the environment; refuse a program without such a `fit`."""
     if program[0].startswith("-") and program[0] != "-m":
         say("Importing torch, Lightning and the model.")
         sys.argv[1:] = ["fit", *program]
@@ -287,8 +287,8 @@ def _run_program(name: str, program: Sequence[str]) -> None:
     else:
         if program[0] != "-m" and not Path(program[0]).is_file():
             raise ConfigError(
-                f"`{name}` must be told what to run: a script, -m MODULE, --config FILE or --model CLASS. "
-                f"{program[0]!r} is no file here. Check the path; what is an option of {name} comes before it."
+                f"the program for `{name}` must be a script, -m MODULE, --config FILE or --model CLASS, got "
+                f"{program[0]!r}, which is no file here. Check the path; options of `{name}` come before the program."
             )
         say(f"Importing torch, Lightning and {program[1] if program[0] == '-m' else program[0]}.")
         _bootstrap.run([*program])
@@ -296,8 +296,8 @@ def _run_program(name: str, program: Sequence[str]) -> None:
 
     if not SwarmLauncher.launched:
         raise ConfigError(
-            f"what is to {name} a run must train with `strategy=SwarmStrategy(...)`: {program[0]} ended, and no such "
-            "Trainer was asked to `fit`. Give it the strategy that the starter has."
+            f"a program for `{name}` must call `fit` of a Trainer with `strategy=SwarmStrategy(...)`, but "
+            f"{program[0]} ended without such a call. Use the strategy that the starter uses."
         )
 
 

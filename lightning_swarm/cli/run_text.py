@@ -1,4 +1,4 @@
-"""The command `generate --version`: have a run that trains write a text."""
+"""The command `generate --version`: let a run that trains write a text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_swarm.peer.config import DEFAULT_RUN_ID
 from lightning_swarm.protocol.messages.inference import RunTextRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 
-_CALL_TIMEOUT_S: Final = 10.0  # for each peer that is asked about the run
-_TEXT_TIMEOUT_S: Final = 3600.0  # for a text, which waits for the ends of steps
+_CALL_TIMEOUT_S: Final = 10.0  # timeout of each question about the run
+_TEXT_TIMEOUT_S: Final = 3600.0  # timeout of a text, which waits for the ends of steps
 
 
 def write_with_run(arguments: argparse.Namespace) -> int:
-    """Have the lead of a run that trains continue the prompt; returns the exit status."""
+    """Ask the lead of a run that trains to continue the prompt; returns the exit status."""
     for option, value in (("--weights", arguments.weights), ("--adapter", arguments.adapter)):
         if value is not None:
             raise ConfigError(f"`{option}` is for served models, and `--version` for runs that train. Leave one out.")
@@ -38,15 +38,15 @@ def write_with_run(arguments: argparse.Namespace) -> int:
         )
         request = decode(encode(request), RunTextRequest)  # checks the ranges
     except ProtocolError as error:
-        raise ConfigError(f"a run does not write such a text: {error.__cause__}. Correct the option.") from error
-    visitor = argparse.Namespace(invite=arguments.invite, run_id=DEFAULT_RUN_ID, owner=None)
+        raise ConfigError(f"options of a text must be within their ranges: {error.__cause__}. Correct them.") from error
+    credentials = argparse.Namespace(invite=arguments.invite, run_id=DEFAULT_RUN_ID, owner=None)
     with (
-        visiting(visitor, "generate", str(address)) as looks,
-        members.asking(address, timeout=_CALL_TIMEOUT_S, visitor=looks) as run,
+        visiting(credentials, "generate", str(address)) as visitor,
+        members.asking(address, timeout=_CALL_TIMEOUT_S, visitor=visitor) as run,
     ):
         say("Waiting until a step of the run ends.")
-        found = run.ask_lead(request, timeout=_TEXT_TIMEOUT_S)
-    print(arguments.prompt + printable_lines(found.text), flush=True)  # noqa: T201 - a command
-    steps = f"step {found.steps[0]}" if len(found.steps) == 1 else f"steps {found.steps[0]} to {found.steps[-1]}"
-    say(f"{found.num_tokens} tokens, written with the weights of {steps}")
+        answer = run.ask_lead(request, timeout=_TEXT_TIMEOUT_S)
+    print(arguments.prompt + printable_lines(answer.text), flush=True)  # noqa: T201 - a command
+    steps = f"step {answer.steps[0]}" if len(answer.steps) == 1 else f"steps {answer.steps[0]} to {answer.steps[-1]}"
+    say(f"{answer.num_tokens} tokens, written with the weights of {steps}")
     return 0

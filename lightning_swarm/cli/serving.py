@@ -34,33 +34,33 @@ SERVED_OPTIONS: Final = ("--weights", "--memory", "--join")
 _SERVE: Final = """\
 Serve a finished model: hold some of its blocks, and compute texts for clients.
 
-    lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337    the first machine: prints the line to join
-    lightning-swarm serve --join ADDRESS                                another one: the weights come from servers
+    lightning-swarm serve --weights my-llama/ --listen 0.0.0.0:31337    the first machine: prints how others join
+    lightning-swarm serve --join ADDRESS                                another machine: gets weights from servers
     lightning-swarm serve --join ADDRESS --memory 4GB                   with less memory than is free
 
 FOLDER is a model as `save_pretrained` of Hugging Face writes it; `lightning-swarm export` makes one from a checkpoint.
-A server takes as many neighbouring blocks as its memory holds, where the model is served worst. The weights of each
+A server holds as many neighbouring blocks as fit into its memory, where the model is served worst. The weights of each
 block must have the SHA-256 of the weights that the first server read.
 
-On Ctrl-C or SIGTERM it accepts no new texts, and leaves when the texts under way are done. A second signal ends it at
+On Ctrl-C or SIGTERM it accepts no new texts, and leaves when the texts in progress are done. A second signal ends it at
 once, and other servers continue these texts.
 """
 
 GENERATE: Final = """\
-Write a text with a served model, token by token; or with a run that trains, between two of its steps.
+Write a text with a served model, token by token, or with a run that trains, between two of its steps.
 
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Once upon a time"
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --sample --temperature 0.8 --max-new-tokens 200
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --version pin     of a run that trains
 
 With `--version pin`, one step's weights write the whole text, and training waits meanwhile. With `--version follow`,
-each step's weights write up to 16 more tokens, and training goes on in between. The run must allow both, by
+each step's weights write up to 16 more tokens, and training continues in between. The run must allow this by
 `SampleText(answers=True)`.
 
 The servers see hidden states, from which a prompt can be reconstructed.
 """
 
-_INVITATION_S: Final = 7 * 86400.0  # time for joining by a printed line, as by `lightning-swarm invite`
+_INVITATION_S: Final = 7 * 86400.0  # validity of the printed invitations, as by default in `lightning-swarm invite`
 
 _UNITS: Final = {
     "": 1,
@@ -76,10 +76,10 @@ _UNITS: Final = {
 
 def num_bytes(option: str, text: str) -> int:
     """Read a number of bytes such as ``4GB`` or ``512MiB``."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"`{option}` must be a number of bytes like 4GB or 512MiB, got {text!r}. Correct it.")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def is_for_model(arguments: Sequence[str]) -> bool:
@@ -112,7 +112,7 @@ def _serve(chosen: argparse.Namespace) -> int:
     if chosen.weights is not None:
         PretrainedFolder(chosen.weights)  # checks the folder before anything starts
     elif not chosen.join:
-        raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
+        raise ConfigError("the first server of a model needs the model's files. Name their folder by `--weights`.")
     hosts = tuple(map(Address.parse, chosen.join))
     memory = None if chosen.memory == "auto" else num_bytes("--memory", chosen.memory)
     for_texts = None if chosen.texts is None else num_bytes("--texts", chosen.texts)
@@ -150,35 +150,35 @@ def _serve(chosen: argparse.Namespace) -> int:
 
 
 def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address) -> None:
-    """Print the commands by which further servers and clients take part; the owner's hold invitations."""
+    """Print the commands by which further servers and clients take part; at the owner, they contain invitations."""
     owner = None if entry is None else entry.proof
     if owner is not None and not isinstance(owner, Owner):
         _print_result(f"Others can join here, too, by invitations from the model's owner: --join {address}")
         return
-    given = [] if config.is_local else ["--listen", config.listen.listen_option_elsewhere]
-    given += ["--trust", "open"] if config.trust == "open" else []
-    given += ["--run-id", config.run_id] if config.run_id != DEFAULT_RUN_ID else []
-    server: list[str] = []
-    client: list[str] = []
+    options = [] if config.is_local else ["--listen", config.listen.listen_option_elsewhere]
+    options += ["--trust", "open"] if config.trust == "open" else []
+    options += ["--run-id", config.run_id] if config.run_id != DEFAULT_RUN_ID else []
+    for_server: list[str] = []
+    for_client: list[str] = []
     expires_at_s = time.time() + _INVITATION_S
     if owner is not None:
-        # Only training runs count uses. To a run of the same name and owner, each line admits one peer.
+        # Served models do not count uses. But in a training run of the same id and owner, each line admits one peer.
         invite = partial(owner.invite, uses=1, expires_at_s=expires_at_s)
-        server, client = (["--invite", to_text(invite(role))] for role in (Role.SERVER, Role.TRAINER))
-    join = shlex.join(["lightning-swarm", "serve", *given, *server, "--join", str(address)])
-    write = shlex.join(["lightning-swarm", "generate", *client, str(address), "--prompt", "Once upon a time"])
+        for_server, for_client = (["--invite", to_text(invite(role))] for role in (Role.SERVER, Role.TRAINER))
+    join = shlex.join(["lightning-swarm", "serve", *options, *for_server, "--join", str(address)])
+    write = shlex.join(["lightning-swarm", "generate", *for_client, str(address), "--prompt", "Once upon a time"])
     _print_result(f"Others can join: {join}")
     _print_result(f"To write a text: {write}")
-    say("For clients of OpenAI's protocol, write `http` in place of `generate`, without the prompt.")
-    if server:
+    say("For clients of OpenAI's protocol, replace `generate` by `http`, and leave out the prompt.")
+    if for_server:
         until = f"{datetime.fromtimestamp(expires_at_s, UTC):%Y-%m-%d %H:%M} UTC"
-        say(f"Both lines hold secrets, which admit anyone who has them until {until}. Send them in private.")
+        say(f"Both lines contain secrets, which admit anyone who has them until {until}. Send them in private.")
 
 
 def _config(
     chosen: argparse.Namespace, hosts: tuple[Address, ...], limits: Limits, invitation: str | None
 ) -> SwarmConfig:
-    """Return the config of the server's network. Settings of training have no effect."""
+    """Return the config of the server's network, in which the settings of training have no effect."""
     return SwarmConfig(
         num_stages=None,
         pipeline=None,
@@ -201,7 +201,7 @@ def _config(
 
 
 def _print_result(text: str) -> None:
-    """Print a line of the result, to standard output. `say` prints remarks, to standard error."""
+    """Print a line of the result to standard output; `say` prints remarks to standard error."""
     print(text, flush=True)  # noqa: T201 - a command
 
 
@@ -226,7 +226,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of one step of a text, all rows together (default: %(default)d)",
     )
     parser.add_argument(
-        "--stages", type=int, metavar="N", help="the first server cuts the model into N (default: its blocks, up to 16)"
+        "--stages",
+        type=int,
+        metavar="N",
+        help="number of stages, which the first server sets (default: the number of blocks, up to 16)",
     )
     parser.add_argument(
         "--dtype", help="dtype of the weights, like bfloat16; the first server sets it (default: as saved)"
@@ -236,18 +239,18 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("nf4", "int8"),
         help="quantise the weights by bitsandbytes; the first server sets it (default: as saved)",
     )
-    parser.add_argument("--blocks", metavar="NAME", help="name of the list of blocks in the model (default: found)")
+    parser.add_argument("--blocks", metavar="NAME", help="name of the list of blocks in the model (default: detected)")
     parser.add_argument("--device", default="cpu", help="device that computes (default: %(default)s)")
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="compute each text alone, so that other texts do not change its rounding (slower; default: together)",
+        help="compute each text alone, so that other texts do not change its rounding (slower than together)",
     )
     parser.add_argument(
         "--share-prefixes",
         action="store_true",
-        help="compute a beginning that prompts of several clients share once; how soon an answer comes then tells a "
-        "client whether others had asked the same (default: each client's own texts only)",
+        help="compute only once what prompts of several clients begin with; the time of an answer then reveals whether "
+        "other clients sent the same (default: share between texts of one client only)",
     )
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument(
@@ -264,21 +267,21 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         choices=("open", "invited"),
-        help="which peers are answered (default: invited, where other machines reach it)",
+        help="which peers to answer (default: invited if other machines reach this server, else open)",
     )
     parser.add_argument("--invite", metavar="INVITATION", help=INVITE_HELP)
     parser.add_argument(
         "--run-id",
         default=DEFAULT_RUN_ID,
         metavar="ID",
-        help="the run that the invitations are for (default: %(default)s)",
+        help="id of the run that the invitations are for (default: %(default)s)",
     )
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `generate`."""
     parser.add_argument("address", metavar="ADDRESS", help="any server of the model, as HOST:PORT/ID")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="beginning of the text")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="(default: %(default)d)")
     parser.add_argument("--sample", action="store_true", help="draw tokens (default: the likeliest)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="for --sample (default: 1)")
@@ -290,7 +293,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--weights", type=Path, metavar="FOLDER", help="folder of the model, if it is on this machine")
     parser.add_argument("--adapter", type=Path, metavar="FOLDER", help="an adapter of the model, as peft saves it")
-    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; where only invited peers are answered")
+    parser.add_argument("--invite", metavar="INVITATION", help=f"{INVITE_HELP}; if servers answer only invited peers")
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -298,7 +301,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     if arguments.max_new_tokens < 1 or not arguments.prompt or arguments.temperature <= 0:
         raise ConfigError(
             "`generate` needs a prompt that is not empty, at least 1 new token and a temperature above 0, got "
-            f"{arguments.prompt!r}, {arguments.max_new_tokens} and {arguments.temperature:g}."
+            f"{arguments.prompt!r}, {arguments.max_new_tokens} and {arguments.temperature:g}. Correct the options."
         )
     if arguments.version is not None:
         with collecting_rarely():
@@ -317,25 +320,25 @@ def run_generate(arguments: argparse.Namespace) -> int:
             model = remote_model(arguments.address, invite=invite, weights=arguments.weights, adapter=arguments.adapter)
     except ProtocolError as error:  # the peer has no such method
         raise ConfigError(
-            f"`generate` needs a server of a finished model, and {arguments.address} is none: {error} If it is in a "
+            f"`generate` needs a server of a finished model, but {arguments.address} is none: {error} If it is in a "
             "run that trains, add `--version pin`."
         ) from error
     try:
         tokenizer = model.swarm.tokenizer()
         if arguments.seed is not None:
             torch.manual_seed(arguments.seed)
-        drawn: dict[str, Any] = (
+        options: dict[str, Any] = (
             {"do_sample": True, "temperature": arguments.temperature} if arguments.sample else {"do_sample": False}
         )
-        begin_s, given = time.perf_counter(), tokenizer(arguments.prompt, return_tensors="pt")
+        begin_s, prompt = time.perf_counter(), tokenizer(arguments.prompt, return_tensors="pt")
         streamer = transformers.TextStreamer(tokenizer, skip_prompt=False, skip_special_tokens=True)
-        num_prompt = given["input_ids"].shape[1]
+        num_prompt = prompt["input_ids"].shape[1]
         say(f"Computing the prompt's {num_prompt} tokens.")
-        drawn |= prefill_options(model, num_prompt)
-        found = model.generate(**given, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **drawn)
-        number = found.shape[1] - num_prompt
+        options |= prefill_options(model, num_prompt)
+        tokens = model.generate(**prompt, max_new_tokens=arguments.max_new_tokens, streamer=streamer, **options)
+        num_new = tokens.shape[1] - num_prompt
         took_s = time.perf_counter() - begin_s
-        say(f"{number} tokens, {number / took_s:.1f} a second")
+        say(f"{num_new} tokens, {num_new / took_s:.1f} a second")
     finally:
         model.swarm.close()
     return 0

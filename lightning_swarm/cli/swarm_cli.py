@@ -67,18 +67,18 @@ class SwarmCLI(_LightningCLI):
             super().parse_arguments(parser, args)
 
     def _with_class_path(self, arguments: Sequence[str]) -> list[str]:
-        """Replace the strategy's short name by its class: only a class can have further options."""
+        """Replace the strategy's short name by its class path, because only a class can have further options."""
         option, name = "--trainer.strategy", self.strategy_class.strategy_name
         path = self.strategy_class.framework.strategy_path
-        given: list[str] = []
+        replaced: list[str] = []
         for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
             if argument == f"{option}.help" and following.startswith("-"):
-                given.append(f"{argument}={path}")
+                replaced.append(f"{argument}={path}")
             elif argument == f"{option}={name}":
-                given.append(f"{option}={path}")
+                replaced.append(f"{option}={path}")
             else:
-                given.append(path if argument == name and given and given[-1] == option else argument)
-        return given
+                replaced.append(path if argument == name and replaced and replaced[-1] == option else argument)
+        return replaced
 
     @override
     def instantiate_classes(self) -> None:
@@ -86,20 +86,20 @@ class SwarmCLI(_LightningCLI):
             super().instantiate_classes()
         except ValueError:
             # jsonargparse hides a class's own error about its arguments behind an error about types.
-            self._refuse(self._get(self.config, "trainer").get("strategy"))
+            self._raise_own_error(self._get(self.config, "trainer").get("strategy"))
             raise
 
-    def _refuse(self, strategy: Any) -> None:
+    def _raise_own_error(self, strategy: Any) -> None:
         """Raise the strategy's own error if its arguments are at fault."""
         if not isinstance(strategy, str) and strategy.get("class_path") == self.strategy_class.framework.strategy_path:
             # Build the strategy from the parsed arguments, so that its own error is raised here.
-            given = strategy.as_dict().get("init_args", {})
-            limits = Limits(**given.pop("limits", {}))
-            if given.get("boundary"):
-                given["boundary"] = instantiate_class((), given["boundary"])
+            options = strategy.as_dict().get("init_args", {})
+            limits = Limits(**options.pop("limits", {}))
+            if options.get("boundary"):
+                options["boundary"] = instantiate_class((), options["boundary"])
             of_lightning = ("accelerator", "checkpoint_io", "precision_plugin")
             self.strategy_class(
-                limits=limits, **{name: value for name, value in given.items() if name not in of_lightning}
+                limits=limits, **{name: value for name, value in options.items() if name not in of_lightning}
             )
 
     @override

@@ -1,4 +1,4 @@
-"""Credentials of commands that only look at a run: by an invitation, or as the run's owner."""
+"""Credentials of commands that read a run without joining it: from an invitation, or from the owner's key."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from lightning_swarm.trust.owner import Owner
 
 @contextmanager
 def visiting(arguments: argparse.Namespace, command: str, address: str) -> Iterator[Visitor]:
-    """Yield the visitor with which a command looks at a run. A denial of access names the options of `command`."""
+    """Yield the credentials for a command. If the run denies access, the error says how to call `command` instead."""
     visitor = visitor_of(arguments)
     try:
         yield visitor
     except AccessDenied as error:
         if isinstance(error, Uncertified):
-            why = f"{address} answers only peers with a certificate of its run, and this command has none to show"
+            why = f"{address} answers only peers with a certificate of its run, and this command has no certificate"
         elif visitor.is_guess:
-            why = f"it was shown what the owner's key of run {arguments.run_id!r} permits, and {str(error).rstrip('.')}"
+            why = f"this command used the owner's key of run {arguments.run_id!r}, but {str(error).rstrip('.')}"
         else:
             raise
         raise AccessDenied(
-            f"{why}. Show an invitation: `lightning-swarm {command} {address} --invite FILE`, or set {INVITE}. Where "
-            f"the run was started its owner's key is shown, if `--run-id` is the run's: it is {arguments.run_id!r}."
+            f"{why}. Name an invitation: `lightning-swarm {command} {address} --invite FILE`, or by {INVITE}. On the "
+            "machine that started the run, the command uses the owner's key by itself if `--run-id` is the run's id; "
+            f"it is {arguments.run_id!r} here."
         ) from error
 
 
 def visitor_of(arguments: argparse.Namespace) -> Visitor:
-    """Make the visitor that looks at a run: by an invitation, else as the run's owner, else as any peer."""
+    """Return the credentials for a command: of an invitation, else of the run's owner, else none."""
     now_s = time.time()
     with invitation_file(arguments.invite or os.environ.get(INVITE)) as source:
         if source:
@@ -52,15 +53,15 @@ def visitor_of(arguments: argparse.Namespace) -> Visitor:
     if not can_see_file(path):
         if arguments.owner is not None:
             raise ConfigError(
-                f"`--owner` must be the file of an owner's key, got {str(path)!r}, which is not there. Name another "
-                "one, or leave it out."
+                f"`--owner` must be the file of an owner's key, got {str(path)!r}, which does not exist. Name another "
+                "file, or leave the option out."
             )
         return ANYONE
-    # A guess without `--owner`: this user owns a run of this name, but the address may belong to another run, which may
-    # admit any peer.
+    # Without `--owner` the key is a guess: this user owns a run of this id, but the address may belong to another run,
+    # which may admit any peer.
     return Visitor(as_owner(Owner.load(arguments.run_id, path)), is_guess=arguments.owner is None)
 
 
 def as_owner(owner: Owner) -> Certify:
-    """Make the credentials of a command that acts as the owner of a run."""
+    """Return the credentials of a command that acts as the owner of a run."""
     return partial(owner_entry(owner).credentials, now_s=time.time())

@@ -119,7 +119,7 @@ def test_only_who_is_invited_trains_along(
     assert command("status", address, "--run-id", "another") == 1
     refused = capsys.readouterr().err
     assert "answers only peers with a certificate of its run" in refused
-    assert f"Show an invitation: `lightning-swarm status {address} --invite FILE`" in refused
+    assert f"Name an invitation: `lightning-swarm status {address} --invite FILE`" in refused
     assert command("status", address) == 0  # authorized by the owner's key
     capsys.readouterr()
     assert command("status", address, "--invite", tmp_path / "observer.invite", "--json") == 0

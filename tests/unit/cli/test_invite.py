@@ -54,8 +54,8 @@ def test_an_invitation_is_one_line_on_standard_output(
     assert made.invitation.stay_s == 28 * 86400
     assert made.invitation.owner == load_identity(key).peer_id
     assert out.count("\n") == 1
-    assert f"Made the owner's key of run 'swarm': {key}. The run has to be started with it." in err
-    assert re.search(r"Invited 4 peers to run 'swarm' as trainer: to come until \d{4}-\d\d-\d\d \d\d:\d\d UTC,", err)
+    assert f"Made the owner's key of run 'swarm': {key}. The run must be started with this key." in err
+    assert re.search(r"Invited 4 peers to run 'swarm' as trainer: to join until \d{4}-\d\d-\d\d \d\d:\d\d UTC,", err)
     assert "and to stay for 28 days. Each holder" in err
     assert out[15:60] not in err
     assert command(monkeypatch, "invite", "--run-id", "another") == 0
@@ -80,10 +80,10 @@ def test_a_file_of_an_invitation_is_for_this_user_and_stays_as_it_is(
     assert out.stat().st_mode & 0o777 == 0o600
     assert capsys.readouterr().out == ""
     assert command(monkeypatch, "invite", "--out", "anna.invite") == 2
-    assert "`--out` must be a new file, got 'anna.invite', which is there" in capsys.readouterr().err
+    assert "`--out` must be a new file, got 'anna.invite', which exists" in capsys.readouterr().err
     assert out.read_text() == text
     assert command(monkeypatch, "invite", "--out", "none/anna.invite") == 2
-    assert "`--out` must be a new file in a folder that can be written to" in capsys.readouterr().err
+    assert "`--out` must be a new file in a writable folder" in capsys.readouterr().err
 
 
 def test_a_file_of_an_invitation_is_whole_or_is_not(
@@ -111,7 +111,7 @@ def test_an_invitation_of_one_peer_holds_for_it(
     made = from_text(out, "standard output")
     assert isinstance(made, Certificate)
     assert (made.peer, made.invitation.owner) == (ID, load_identity(folder / "my.key").peer_id)
-    assert re.search(rf"Invited {ID} to run 'swarm' as server: to come until [-\d]+ [:\d]+ UTC, and to stay for", err)
+    assert re.search(rf"Invited {ID} to run 'swarm' as server: to join until [-\d]+ [:\d]+ UTC, and to stay for", err)
     assert "for 90 minutes from now." in err
     assert "no secret" in err
 
@@ -119,9 +119,9 @@ def test_an_invitation_of_one_peer_holds_for_it(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--uses", "0"], "`--uses` must be a number of 1..4096, got 0"),
-        (["--uses", "4097"], "`--uses` must be a number of 1..4096, got 4097"),
-        (["--peer", "Anna"], "`--peer` must be a peer's id, as 12D3KooW..., got 'Anna'"),
+        (["--uses", "0"], "`--uses` must be 1..4096, got 0"),
+        (["--uses", "4097"], "`--uses` must be 1..4096, got 4097"),
+        (["--peer", "Anna"], "`--peer` must be a peer's id, like 12D3KooW..., got 'Anna'"),
         (["--peer", ID, "--uses", "2"], "`--uses` must be 1 with `--peer`"),
         (["--run-id", ""], "`--run-id` must be 1..100 printable characters"),
         *(
@@ -228,7 +228,7 @@ def test_who_started_a_run_looks_at_it_as_its_owner(
     assert another.certify is None
     assert of_run.certify(ID).owner == named.certify(ID).owner == owner.key.peer_id
     assert (role_of(of_run), of_run.is_guess, named.is_guess) == (Role.KEEPER, True, False)
-    assert "`--owner` must be the file of an owner's key, got 'none', which is not there" in capsys.readouterr().err
+    assert "`--owner` must be the file of an owner's key, got 'none', which does not exist" in capsys.readouterr().err
     assert not (folder / "config" / "lightning-swarm" / "swarm.owner").exists(), "who looks makes no key"
 
 
@@ -259,17 +259,15 @@ def test_who_is_refused_is_told_the_option_of_the_command(
         raise Uncertified("Join.") if visitor.certify is None else AccessDenied("b refuses the certificate of a.")
 
     monkeypatch.setattr(module, name, refuse)
-    remedy = f"Show an invitation: `lightning-swarm {' '.join(arguments)} --invite FILE`, or set SWARM_INVITE_FILE."
+    remedy = f"Name an invitation: `lightning-swarm {' '.join(arguments)} --invite FILE`, or by SWARM_INVITE_FILE."
     assert command(monkeypatch, *arguments) == 1
     err = capsys.readouterr().err
-    assert f"{HERE} answers only peers with a certificate of its run, and this command has none to show." in err
+    assert f"{HERE} answers only peers with a certificate of its run, and this command has no certificate." in err
     assert remedy in err
     assert "Join" not in err
     Owner.load("swarm", folder / "config" / "lightning-swarm" / "swarm.owner")
     assert command(monkeypatch, *arguments) == 1
     err = capsys.readouterr().err
-    assert (
-        "it was shown what the owner's key of run 'swarm' permits, and b refuses the certificate of a. Show an" in err
-    )
+    assert "this command used the owner's key of run 'swarm', but b refuses the certificate of a. Name an" in err
     assert remedy in err
-    assert "if `--run-id` is the run's: it is 'swarm'" in err
+    assert "if `--run-id` is the run's id; it is 'swarm' here" in err

@@ -86,7 +86,7 @@ def test_unban_says_that_an_invitation_is_still_banned(
     assert call(monkeypatch, "unban", PEER) == 0
     assert [one.subject for one in run.said] == [PEER]
     err = capsys.readouterr().err
-    assert f"came by the invitation {SECOND[:8]}, which is still banned: call `unban` with `--invitation`, too." in err
+    assert f"The peer's invitation {SECOND[:8]} is still banned: call `unban` with `--invitation`, too." in err
 
 
 def test_a_peer_that_heeds_only_a_part_is_named(
@@ -96,7 +96,7 @@ def test_a_peer_that_heeds_only_a_part_is_named(
     assert call(monkeypatch, "ban", PEER, "--invitation") == 0
     err = capsys.readouterr().err
     assert "did not accept it: it is older" in err
-    assert "1 of 2 peers accepted it. The others receive it from these, or with the run's next record." in err
+    assert "1 of 2 peers accepted it. The other peers receive it from these, or with the next record." in err
 
 
 def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
@@ -107,6 +107,6 @@ def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
             assert call(monkeypatch, name, peer) == 0
             assert run.said[-1].subject == peer
             assert (
-                f"The run has never seen {peer}, and a ban or its lifting takes one of 128 places"
+                f"The run has never seen {peer}, and each banned id, even if the ban is lifted, is one of at most 128"
                 in (capsys.readouterr().err)
             ) is is_told

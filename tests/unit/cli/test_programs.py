@@ -118,8 +118,8 @@ def test_a_program_is_told_whom_to_join(
         (["join", "train.py"], ["must be host:port/id", "got 'train.py'"]),
         (["join", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
         (["serve", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
-        (["join", HERE, "trian.py"], ["'trian.py' is no file here. Check the path"]),
-        (["join", HERE, "train.py", "--x"], ["must train with `strategy=SwarmStrategy(...)`: train.py ended"]),
+        (["join", HERE, "trian.py"], ["got 'trian.py', which is no file here. Check the path"]),
+        (["join", HERE, "train.py", "--x"], ["with `strategy=SwarmStrategy(...)`, but train.py ended"]),
         (
             ["join", HERE, "--invite", "swarm-invite-1.x", "train.py"],
             ["got 'the text of `--invite`': it was cut or changed on its way"],
@@ -231,8 +231,8 @@ def test_who_waits_for_a_served_model_is_told_what_for(
     [
         (["--weights", "."], "`--weights` is for served models, and `--version` for runs that train"),
         (["--adapter", "."], "`--adapter` is for served models"),
-        (["--max-new-tokens", "99999"], "a run does not write such a text"),
-        (["--sample", "--seed", "-1"], "a run does not write such a text"),
+        (["--max-new-tokens", "99999"], "options of a text must be within their ranges"),
+        (["--sample", "--seed", "-1"], "options of a text must be within their ranges"),
         (["--invite", "swarm-invite-1.x"], "got 'the text of `--invite`': it was cut"),
     ],
 )
