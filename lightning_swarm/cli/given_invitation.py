@@ -18,19 +18,19 @@ _ARG_START, _ARG_END = 45, 46  # indices of proc(5)'s fields 48 and 49, counted 
 
 
 @contextmanager
-def invitation_file(given: str | None) -> Iterator[str | None]:
+def invitation_file(argument: str | None) -> Iterator[str | None]:
     """Yield the name of a file with the invitation that `--invite` gives; None if the option is not used.
 
     An invitation's text goes into an unnamed file, because the rest of the package reads files. Raises `ConfigError`
     for a text that is no invitation.
     """
-    if given == "-":
+    if argument == "-":
         text, source = sys.stdin.read(MAX_TEXT_BYTES), "standard input"
-    elif given is not None and is_invitation(given):
-        hide_argument(given)
-        text, source = given, "the text of `--invite`"
+    elif argument is not None and is_invitation(argument):
+        hide_argument(argument)
+        text, source = argument, "the text of `--invite`"
     else:
-        yield given
+        yield argument
         return
     from_text(text, source)
     with handed_over(text) as (variables, _):

@@ -97,8 +97,8 @@ def _subjects(arguments: argparse.Namespace, run: members.Members) -> list[str]:
     if not arguments.invitation:
         if not run.has_seen(PeerId(arguments.subject)):
             say(
-                f"The run has never seen {arguments.subject}, and each banned id, even if the ban is lifted, is one of "
-                f"at most {MAX_BANS}. If it is mistyped, call again with an id that `lightning-swarm members` shows."
+                f"The run has never seen {arguments.subject}. If the id is mistyped, call again with an id that "
+                f"`lightning-swarm members` shows. A run keeps at most {MAX_BANS} bans, and a lifted ban still counts."
             )
         return [arguments.subject]
     numbers = run.invitations_of(PeerId(arguments.subject))

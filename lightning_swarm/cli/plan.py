@@ -164,7 +164,7 @@ def _run_live(arguments: argparse.Namespace) -> int:
 
 
 def _check_live(arguments: argparse.Namespace) -> None:
-    given = {
+    values = {
         "MACHINES.yaml": arguments.machines,
         "--config": arguments.config,
         "--layers": arguments.layers,
@@ -174,7 +174,7 @@ def _check_live(arguments: argparse.Namespace) -> None:
         "--picture": arguments.picture,
         "--boundary-ratio": arguments.boundary_ratio,  # the measured costs of a stage include its boundary layers
     }
-    conflicting = [name for name, value in given.items() if value]
+    conflicting = [name for name, value in values.items() if value]
     if conflicting:
         raise ConfigError(
             "with --swarm, `plan` takes the machines and the model from a live swarm, so no other option may describe "

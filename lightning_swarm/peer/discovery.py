@@ -77,12 +77,12 @@ class WantedServers:
     num_trainers: int  # how many of these servers must also read data
     among: Collection[PeerId] | None = None  # the only servers to accept; None accepts any
 
-    def suffice(self, found: Mapping[PeerId, ServerAnnouncement]) -> bool:
-        """Return whether enough servers are found; a server without data is no substitute for a trainer."""
-        return len(found) >= self.num_servers and _num_trainers(found) >= self.num_trainers
+    def suffice(self, servers: Mapping[PeerId, ServerAnnouncement]) -> bool:
+        """Return whether these servers are enough; a server without data is no substitute for a trainer."""
+        return len(servers) >= self.num_servers and _num_trainers(servers) >= self.num_trainers
 
 
-# Returns the servers, among the announced ones, that may be first members of the run.
+# Selects from announced servers those that may be first members of the run.
 Invited = Callable[[Mapping[PeerId, ServerAnnouncement]], Awaitable[dict[PeerId, ServerAnnouncement]]]
 
 
@@ -251,19 +251,19 @@ class RunDirectory:
         deadline = now_s() + timeout
         while True:
             check()  # raises when waiting has become pointless
-            found = await self.announced()
+            servers = await self.announced()
             if wanted.among is not None:
-                found = {peer: server for peer, server in found.items() if peer in wanted.among}
-            if wanted.suffice(found):
-                found = await invited(await self._connect(found))  # drops peers that are gone, and uninvited peers
-            if wanted.suffice(found):
-                return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
+                servers = {peer: server for peer, server in servers.items() if peer in wanted.among}
+            if wanted.suffice(servers):
+                servers = await invited(await self._connect(servers))  # drops peers that are gone, and uninvited peers
+            if wanted.suffice(servers):
+                return [Member(peer_id=peer, boot_id=servers[peer].boot_id) for peer in sorted(servers)]
             if now_s() > deadline:
                 num_trainers = wanted.num_trainers
-                trainers = f" and {_num_trainers(found)} of {num_trainers} trainers" if num_trainers > 1 else ""
+                trainers = f" and {_num_trainers(servers)} of {num_trainers} trainers" if num_trainers > 1 else ""
                 raise DeadlineExceeded(
-                    f"{len(found)} of {wanted.num_servers} servers{trainers} came within {timeout:g} s. Look above for "
-                    "their errors, or raise `Limits.start_timeout` if this machine needs longer to import torch."
+                    f"{len(servers)} of {wanted.num_servers} servers{trainers} came within {timeout:g} s. Look above "
+                    "for their errors, or raise `Limits.start_timeout` if this machine needs longer to import torch."
                 )
             await asyncio.sleep(_POLL_S)
 
@@ -317,12 +317,12 @@ class RunDirectory:
                 self._warn_once("Ignored the announcement of %s: %s", peer, server.boot_id, error)
         return valid
 
-    async def _read(self, key: str, kind: type[_Announcement]) -> dict[PeerId, _Announcement]:
+    async def _read(self, key: str, announcement_type: type[_Announcement]) -> dict[PeerId, _Announcement]:
         """Return the well-formed announcements under a key, where any peer may publish anything."""
         announcements = {}
         for peer, value in (await self.directory.read(key)).items():
             try:
-                announcements[peer] = decode(value, kind)
+                announcements[peer] = decode(value, announcement_type)
             except ProtocolError as error:
                 self._warn_once("Ignored the announcement of %s: %s", peer, key, error)
         return announcements

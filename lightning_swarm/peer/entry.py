@@ -63,7 +63,7 @@ class Entry:
         return RunCredentials(self.run_id, self.owner, encode(certificate))
 
     def check_children(self, num_children: int) -> None:
-        """Refuse to start other peers on this machine if this one has no invitation for all of them."""
+        """Refuse to start further peers on this machine if they have neither certificates nor an invitation."""
         if self.is_kept and all(map(can_see_file, self._certificates_of_children(num_children))):
             return
         if isinstance(self.proof, Certificate):
@@ -75,7 +75,7 @@ class Entry:
         if isinstance(self.proof, SecretInvitation) and self.proof.invitation.uses <= num_children:
             uses = self.proof.invitation.uses
             raise ConfigError(
-                f"each of the {num_children + 1} peers that `devices` starts needs one use of the invitation, which "
+                f"each of the {num_children + 1} peers that `devices` starts takes a use of the invitation, which "
                 f"has {uses}. Ask the run's owner for an invitation made with `--uses {num_children + 1}`, or use "
                 f"`devices={uses}`."
             )
@@ -187,7 +187,7 @@ def owner_entry(owner: Owner) -> Entry:
 
 
 def invitation_in(source: str, *, run_id: str) -> Invitation:
-    """Return the invitation in a file, which may have expired; `ConfigError` refuses one to another run."""
+    """Return the invitation in a file, which may have expired; raise `ConfigError` if it is to another run."""
     invitation = from_text(_read(Path(source), source), source).invitation
     if (problem := mismatch(invitation, run_id=run_id)) is not None:
         refuse(source, problem, "Name `--run-id`, or another file")

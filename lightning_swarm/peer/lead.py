@@ -242,18 +242,20 @@ class Lead:
             if self.run is None or not self.versions_kept():
                 continue
             lost = await self._why_cannot_continue(limits.revive_timeout)
-            held = await ask_held(self._transport, self.run.servers, timeout=limits.silence_timeout) if lost else {}
-            if lost and newest_complete(held, len(self.run.rosters)) is not None:
+            if not lost:
+                continue
+            snapshots = await ask_held(self._transport, self.run.servers, timeout=limits.silence_timeout)
+            if newest_complete(snapshots, len(self.run.rosters)) is not None:
                 return lost
 
     async def has_snapshot(self) -> bool:
         """Return whether the trainer's loop can continue from a complete snapshot; runs on the event loop."""
         if self.run is None or not self.versions_kept():
             return False
-        held = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
+        snapshots = await ask_held(self._transport, self.run.servers, timeout=self._config.limits.silence_timeout)
         if self.run.electorate.has_strangers:
-            held = only_recorded(held, self.run.snapshots)  # a server may claim a snapshot that was never taken
-        return newest_complete(only_versions(held, self.versions_kept()), len(self.run.rosters)) is not None
+            snapshots = only_recorded(snapshots, self.run.snapshots)  # a server may claim one that was never taken
+        return newest_complete(only_versions(snapshots, self.versions_kept()), len(self.run.rosters)) is not None
 
     def gather_snapshots(self, versions: Collection[int], sound: int | None = None) -> ModelState | None:
         """Return the state at the newest of these versions that servers keep completely; None if they keep none."""

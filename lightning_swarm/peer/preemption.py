@@ -110,9 +110,9 @@ class Cloud(ABC):
             raise NoAnswer(f"{type(self).__name__} answered {path} with status {answer.status}")
         return answer
 
-    def _decoded(self, answer: Answer, kind: type[_T], path: str) -> _T:
+    def _decoded(self, answer: Answer, notice_type: type[_T], path: str) -> _T:
         try:
-            return msgspec.json.decode(answer.text, type=kind)
+            return msgspec.json.decode(answer.text, type=notice_type)
         except msgspec.DecodeError as error:
             raise NoAnswer(
                 f"{type(self).__name__} answered {path} with something that is no notice: {error}"
@@ -155,7 +155,7 @@ class AWS(Cloud):
             return f"AWS recommends leaving this spot instance, which is likely to be interrupted (notice of {at})"
         return None
 
-    async def _find(self, path: str, kind: type[_T]) -> _T | None:
+    async def _find(self, path: str, notice_type: type[_T]) -> _T | None:
         """Return the notice under `path`; None if AWS answers with status 404."""
         if not self._token or now_s() >= self._renew_s:
             await self._renew()
@@ -163,7 +163,7 @@ class AWS(Cloud):
         if answer.status == 401:  # the instance may have been stopped meanwhile, which ends its tokens
             await self._renew()
             answer = await self._get(path, {"X-aws-ec2-metadata-token": self._token}, accept=(200, 404))
-        return None if answer.status == 404 else self._decoded(answer, kind, path)
+        return None if answer.status == 404 else self._decoded(answer, notice_type, path)
 
     async def _renew(self) -> None:
         """Request a new token; raise `NoAnswer` if the service gives none."""

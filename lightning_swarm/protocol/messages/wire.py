@@ -46,13 +46,13 @@ def encode(record: WireMessage) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
-def decode(body: bytes, kind: type[_T]) -> _T:
+def decode(body: bytes, message_type: type[_T]) -> _T:
     """Decode a message of a class; raise `ProtocolError` for unknown or missing fields, and for wrong types."""
     try:
-        return msgspec.msgpack.decode(body, type=kind)
+        return msgspec.msgpack.decode(body, type=message_type)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ProtocolError(
-            f"a message must hold one {kind.__name__}, got {len(body)} bytes that do not decode to one: {error}"
+            f"a message must hold one {message_type.__name__}, got {len(body)} bytes that do not decode to one: {error}"
         ) from error
 
 

@@ -107,6 +107,5 @@ def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
             assert call(monkeypatch, name, peer) == 0
             assert run.said[-1].subject == peer
             assert (
-                f"The run has never seen {peer}, and each banned id, even if the ban is lifted, is one of at most 128"
-                in (capsys.readouterr().err)
+                f"The run has never seen {peer}. If the id is mistyped, call again" in (capsys.readouterr().err)
             ) is is_told

@@ -187,7 +187,7 @@ def test_what_is_no_bitmap_is_refused(receipts: list[object]) -> None:
 def test_more_receipts_than_fit_into_memory_are_refused_before_they_are_there() -> None:
     full: Receipts = [(first, 0, b"\xff" * (MAX_RECEIPTS // 8)) for first in range(1000)]
     assert len(unpack(full[:1])) == MAX_RECEIPTS
-    with pytest.raises(ProtocolError, match=f"may name {MAX_RECEIPTS} microbatches, got {1000 * MAX_RECEIPTS}"):
+    with pytest.raises(ProtocolError, match=f"at most {MAX_RECEIPTS} microbatches, got {1000 * MAX_RECEIPTS}"):
         unpack(full)
 
 

@@ -216,7 +216,9 @@ def test_only_a_keeper_begins_an_audited_run(make_swarm: MakeSwarm) -> None:
 
 def test_an_audited_run_does_not_begin_without_a_keeper_that_serves(make_swarm: MakeSwarm) -> None:
     found = audited(make_swarm, LEAD)
-    with pytest.raises(ConfigError, match=r"none of its first 3 servers is a keeper.*lightning-swarm invite --role keeper"):
+    with pytest.raises(
+        ConfigError, match=r"none of its first 3 servers is a keeper.*lightning-swarm invite --role keeper"
+    ):
         found.begin()
     assert not any(server.membership.has_run for server in found.swarm.servers.values())
 

@@ -379,7 +379,7 @@ def test_the_command_takes_the_swarms_codecs_unless_it_is_told(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (("--swarm", ADDRESS, "machines.yaml"), 2, ["--swarm and MACHINES.yaml", "Leave out"]),
+        (("--swarm", ADDRESS, "machines.yaml"), 2, ["--swarm and MACHINES.yaml", "Leave one side out"]),
         (("--swarm", ADDRESS, "--layers", "2", "--measure"), 2, ["--swarm and --layers and --measure"]),
         (("--swarm", ADDRESS, "--boundary-ratio", "4"), 2, ["--swarm and --boundary-ratio"]),
         (("--swarm", ADDRESS, "--compression", "2bit"), 2, ["`compression`", "got '2bit'"]),
