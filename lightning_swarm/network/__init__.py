@@ -72,7 +72,7 @@ _MAX_LINKS: Final = 1024
 
 @dataclass(frozen=True)
 class TransferSample:
-    """The length of a long message, and the seconds of its exchange, the message in the other direction included."""
+    """The length of a long message, and the seconds from the start of its request to the end of its answer."""
 
     num_bytes: int
     took_s: float
@@ -88,10 +88,10 @@ class LinkEstimate:
 
 
 class LinkEstimates(dict[str, LinkEstimate]):
-    """Link estimates by peer id, for the first thousand peers."""
+    """Link estimates by peer id; peers beyond `_MAX_LINKS` get none."""
 
     def add_sample(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
-        """Add the sample of an exchange: bytes of the request and of the answer, and the seconds between them."""
+        """Add the sample of an exchange: bytes of the request and of the answer, and the seconds that it took."""
         link = self.get(peer)
         if link is None:
             if len(self) >= _MAX_LINKS:
@@ -106,8 +106,8 @@ class LinkEstimates(dict[str, LinkEstimate]):
             link.received = _faster(link.received, TransferSample(num_bytes, took_s))
 
 
-def _faster(one: TransferSample | None, other: TransferSample) -> TransferSample:
-    return other if one is None or other.num_bytes * one.took_s > one.num_bytes * other.took_s else one
+def _faster(best: TransferSample | None, new: TransferSample) -> TransferSample:
+    return new if best is None or new.num_bytes * best.took_s > best.num_bytes * new.took_s else best
 
 
 class Transport(ABC):
@@ -182,7 +182,7 @@ class Transport(ABC):
 
     @abstractmethod
     def ban(self, signed: bytes) -> None:
-        """Apply the owner's ban, or its end; `AccessDenied` if the owner did not sign it, or if all peers may call."""
+        """Apply the owner's ban, or lift it; `AccessDenied` if the owner did not sign it, or if all peers may call."""
 
     @abstractmethod
     async def connect(self, addresses: Sequence[str]) -> None:
@@ -205,7 +205,7 @@ MAX_RECORD_BYTES: Final = 64 << 10
 """Longest value of an announcement."""
 
 MAX_RECORD_TTL_S: Final = 86_400.0
-"""Longest life of an announcement. A longer one is malformed."""
+"""Longest life of an announcement. An announcement with a longer life is malformed."""
 
 
 def check_record(key: str, value: bytes, ttl_s: float) -> None:
@@ -217,7 +217,7 @@ def check_record(key: str, value: bytes, ttl_s: float) -> None:
 
 
 class Directory(ABC):
-    """Holds small announcements with an expiry that all peers can read. It is a hint and decides nothing."""
+    """Small announcements with an expiry, which all peers can read. They are hints: no decision depends on them."""
 
     @abstractmethod
     async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:
@@ -225,7 +225,7 @@ class Directory(ABC):
 
     @abstractmethod
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
-        """Return the announcements under `key` that have not expired. Malformed ones are left out."""
+        """Return the announcements under `key` that have not expired. Malformed announcements are left out."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -14,9 +14,9 @@ from lightning_swarm.network import PeerId
 class Role(enum.StrEnum):
     """A peer's role in a run. Each role has the rights of the roles that are listed before it."""
 
-    OBSERVER = "observer"  # may look
+    OBSERVER = "observer"  # may only read
     SERVER = "server"  # may compute, average, and, unless only keepers decide, vote and coordinate
-    TRAINER = "trainer"  # may read data and, unless only keepers decide, begin and lead it
+    TRAINER = "trainer"  # may read data and, unless only keepers decide, begin and lead the run
     KEEPER = "keeper"  # may decide in any run: the owner's own peers, and equally trusted peers
 
     def includes(self, other: Role) -> bool:
@@ -38,7 +38,7 @@ class Permit:
     expires_at_s: float  # seconds since the epoch
     invitation: bytes  # its number, `INVITATION_BYTES` long
     uses: int  # number of peers that may join by this invitation
-    come_by_s: float = math.inf  # end of the time for joining, in seconds since the epoch
+    come_by_s: float = math.inf  # latest time to join, in seconds since the epoch
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Ban:
 
     @property
     def is_of_invitation(self) -> bool:
-        """Return whether it bans an invitation, not a single peer."""
+        """Return whether the ban is of an invitation, not of a single peer."""
         return len(self.subject) == 2 * INVITATION_BYTES  # a peer's id is longer
 
 
@@ -92,5 +92,5 @@ class Rpc:
 # Methods of the transport itself, by which two peers identify each other. Any peer may call them.
 PING: Final = "transport.ping"
 CERTIFY: Final = "transport.certify"  # exchanges certificates
-INTRODUCE: Final = "transport.introduce"  # returns the secrets that identify peers of one machine without their daemons
+INTRODUCE: Final = "transport.introduce"  # returns secrets by which peers of one machine identify each other
 OPEN_METHODS: Final = frozenset((PING, CERTIFY, INTRODUCE))

@@ -39,8 +39,8 @@ class HostPort:
     @classmethod
     def to_listen(cls, text: str) -> HostPort:
         """Read an IP address, or ``address:port``."""
-        found = _HOST_PORT.fullmatch(text)
-        host, port = (found["ip6"] or found["host"], int(found["port"])) if found else (text.strip("[]"), 0)
+        match = _HOST_PORT.fullmatch(text)
+        host, port = (match["ip6"] or match["host"], int(match["port"])) if match else (text.strip("[]"), 0)
         if _ip_version(host) is None or port >= 1 << 16:
             raise ConfigError(
                 f"`listen` must be an IP address of this machine, with a port or without, got {text!r}. "
@@ -51,13 +51,13 @@ class HostPort:
     @classmethod
     def to_announce(cls, text: str) -> HostPort:
         """Read ``host:port``."""
-        found = _HOST_PORT.fullmatch(text)
-        if found is None or not 0 < int(found["port"]) < 1 << 16:
+        match = _HOST_PORT.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) < 1 << 16:
             raise ConfigError(
                 f"`announce` must be the address and the port at which others reach this peer, got {text!r}. "
                 "Write them like 203.0.113.7:31337."
             )
-        return cls(found["ip6"] or found["host"], int(found["port"]))
+        return cls(match["ip6"] or match["host"], int(match["port"]))
 
     def for_rank(self, rank: int) -> HostPort:
         """Return the address of the machine's peer number `rank`, whose port is higher by `rank`."""
@@ -65,7 +65,7 @@ class HostPort:
 
     @property
     def listen_option_elsewhere(self) -> str:
-        """The option `--listen` of another machine that listens on all of its addresses, with the same port."""
+        """The value of `--listen` that makes another machine listen on all of its addresses, at the same port."""
         everywhere = HostPort("::" if ":" in self.host else "0.0.0.0", self.port)
         return str(everywhere) if self.port else everywhere.host
 
@@ -78,18 +78,18 @@ class HostPort:
 
     @property
     def is_unique(self) -> bool:
-        """Return whether the address means the same machine everywhere; names and private networks do not."""
+        """Return whether the address means the same machine everywhere, unlike names and private addresses."""
         return _ip_version(self.host) is not None and not any(
             ipaddress.ip_address(self.host) in network for network in _AMBIGUOUS
         )
 
-    def check_answers_as(self, found: PeerId | None, own: PeerId) -> None:
-        """Raise a ConfigError unless the peer `found` at this address (None: nobody) is `own`, which announces it."""
-        if found not in (None, own):
+    def check_answers_as(self, answering: PeerId | None, own: PeerId) -> None:
+        """Raise a ConfigError if another peer than `own`, which announces this address, is `answering` there."""
+        if answering not in (None, own):
             raise ConfigError(
-                f"`announce` must name an address at which this peer answers: {self} answers as {found}, this peer is "
-                f"{own}. Announce this machine's own address (`--announce HOST:PORT` of `join` and `serve`), or leave "
-                "it out."
+                f"`announce` must name an address at which this peer answers: {self} answers as {answering}, this "
+                f"peer is {own}. Announce this machine's own address (`--announce HOST:PORT` of `join` and `serve`), "
+                "or leave it out."
             )
 
     @property
@@ -113,23 +113,23 @@ class Address:
     @classmethod
     def parse_all(cls, texts: Iterable[str]) -> list[Address]:
         """Read the texts that are addresses, and skip all other texts."""
-        found = []
+        addresses = []
         for text in texts:
             with suppress(ConfigError):
-                found.append(cls.parse(text))
-        return found
+                addresses.append(cls.parse(text))
+        return addresses
 
     @classmethod
     def parse(cls, text: str) -> Address:
         """Read ``host:port/id``, or libp2p's ``/ip4/…/tcp/…/p2p/<id>``."""
-        found = _SHORT.fullmatch(text) or _LONG.fullmatch(text)
-        if found is None or not 0 < int(found["port"]) < 1 << 16 or _PEER_ID.fullmatch(found["peer"]) is None:
+        match = _SHORT.fullmatch(text) or _LONG.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) < 1 << 16 or _PEER_ID.fullmatch(match["peer"]) is None:
             raise ConfigError(
                 "an address must be host:port/id (or /ip4/…/tcp/…/p2p/<id>), as the peer itself prints it, "
-                f"got {text!r}. Copy the whole of it, the id after the slash included."
+                f"got {text!r}. Copy the whole address, including the id after the slash."
             )
-        host = found["host"] or found["ip6"]
-        return cls(host, int(found["port"]), PeerId(found["peer"]))
+        host = match["host"] or match["ip6"]
+        return cls(host, int(match["port"]), PeerId(match["peer"]))
 
     def __str__(self) -> str:
         return f"{self.host_port}/{self.peer_id}"
@@ -146,7 +146,7 @@ class Address:
 
 
 def listen_error(host: str, port: int) -> OSError | OverflowError | None:
-    """Listen at an IP address and port (0: any) for a moment; return the error if that is impossible, or None."""
+    """Try to listen at an IP address and port (0: any port). Return the error if that fails, otherwise None."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections may linger

@@ -19,15 +19,15 @@ class ByteBudget:
     """Bytes of requests that this peer may hold for other peers, reserved before they are read."""
 
     max_bytes: int  # limit for all peers together
-    max_peer_bytes: int  # limit for each peer; a larger message counts as this many, which leaves room for other peers
+    max_peer_bytes: int  # limit for each peer; a larger message counts as this many, to leave room for other peers
     _by_peer: Counter[PeerId] = field(default_factory=Counter)
     _num_bytes: int = 0
-    _freed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced at each release
+    _freed: asyncio.Event = field(default_factory=asyncio.Event)  # set at each release, and then replaced
 
     def take(self, peer: PeerId, num_bytes: int) -> bool:
         """Reserve bytes for a peer; False without room. A peer's only message may be larger than the peer's limit."""
-        num_bytes, held = min(num_bytes, self.max_peer_bytes), self._by_peer[peer]
-        if (held and held + num_bytes > self.max_peer_bytes) or (
+        num_bytes, used = min(num_bytes, self.max_peer_bytes), self._by_peer[peer]
+        if (used and used + num_bytes > self.max_peer_bytes) or (
             self._num_bytes and self._num_bytes + num_bytes > self.max_bytes
         ):
             return False
@@ -64,9 +64,9 @@ class ByteBudget:
                     await self._freed.wait()
         except TimeoutError:
             raise Busy(
-                f"{num_bytes} bytes of {peer} found no room within {timeout:g} s: it has {self._by_peer[peer]} of "
-                f"{self.max_peer_bytes} under way here, and all peers have {self._num_bytes} of {self.max_bytes}. Send "
-                "less at once, or raise `Limits.receive_bytes` at that peer."
+                f"no room for {num_bytes} bytes of {peer} within {timeout:g} s: this peer holds {self._by_peer[peer]} "
+                f"of at most {self.max_peer_bytes} bytes for that peer, and {self._num_bytes} of at most "
+                f"{self.max_bytes} for all. Send less at once, or raise `Limits.receive_bytes` at the receiving peer."
             ) from None
         try:
             yield
@@ -102,23 +102,23 @@ class StreamSlots:
     _num_open: int = 0
 
     def open(self, owner: Hashable, hang_up: Callable[[], None], *, at_most: int) -> StreamSlot | None:
-        """Assign a slot to a new stream, after closing another stream if necessary. None: the new one must close."""
+        """Assign a slot to a new stream, after closing another stream if necessary. None: the new stream must close."""
         slot = StreamSlot(owner, hang_up, now_s())
         return slot if self.enter(slot, at_most=at_most) else None
 
     def enter(self, slot: StreamSlot, *, at_most: int) -> bool:
         """Add a slot that `open` or another `StreamSlots` has made, as `open` does. False: its stream must close."""
-        own = self._by_owner.get(slot.owner, {})
+        owned = self._by_owner.get(slot.owner, {})
         if not at_most:
             return False
-        if len(own) >= at_most:
-            self._evict(own)  # the newest streams stay; the owner may have lost track of older ones
+        if len(owned) >= at_most:
+            self._evict(owned)  # the newest streams stay; the owner may have lost track of older ones
         elif self._num_open >= self.max_in_all and not self._evict_idle(self._all()):
-            # All are busy. The owner of the most streams loses one, unless it would then have fewer than the new one's.
-            most = max(self._by_owner.values(), key=len)
-            if len(most) <= len(own) + 1:
+            # All are busy. The owner of the most streams loses one, unless the new stream's owner would then have more.
+            largest = max(self._by_owner.values(), key=len)
+            if len(largest) <= len(owned) + 1:
                 return False
-            self._evict(most)
+            self._evict(largest)
         self._by_owner.setdefault(slot.owner, {})[slot] = None
         self._num_open += 1
         return True

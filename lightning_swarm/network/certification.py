@@ -41,28 +41,28 @@ class Certification:
             await self._certify_at(peer)
         return self._gate.permit_of(peer)
 
-    async def ask(self, peer: PeerId, method: str, ask: Callable[[], Awaitable[_T]]) -> _T:
-        """Send a request to a certified peer. If it has forgotten this peer's certificate, show it and send again."""
+    async def ask(self, peer: PeerId, method: str, send: Callable[[], Awaitable[_T]]) -> _T:
+        """Certify a peer and send it a request; if it has forgotten this peer's certificate, do both once more."""
         if method in OPEN_METHODS:
-            return await ask()
+            return await send()
         if not self._gate.may_be_asked(peer, method):
             if not self._gate.is_certified(peer):
                 await self._certify_at(peer)
             self._gate.check_before_asking(peer, method)
         try:
-            return await ask()
+            return await send()
         except Uncertified:
             await self._certify_at(peer)
             self._gate.check_before_asking(peer, method)  # the peer's role may have changed
         try:
-            return await ask()
-        # Not `Uncertified`: if a handler sends this request, the error goes on to the handler's caller, which would
-        # repeat a request that was begun.
+            return await send()
+        # `Uncertified` must not leave this method: within a handler it would pass on to that handler's caller, which
+        # would then repeat a request that the handler has already begun.
         except Uncertified as error:
             raise AccessDenied(f"{peer} forgets this peer's certificate at once: {error}") from error
 
     async def _certify_at(self, peer: PeerId) -> None:
-        """Exchange certificates with a peer, or join a running exchange, and raise its error if it fails."""
+        """Exchange certificates with a peer, or await the exchange that is already running; raise its error."""
         running = self._running.get(peer)
         if running is None:
             running = self._running[peer] = self._spawn(self._exchange(peer))
@@ -84,7 +84,7 @@ class Certification:
     async def _exchange(self, peer: PeerId) -> None:
         """Send this peer's certificate to another peer, and verify the certificate in the answer."""
         try:
-            shown = await self._call(peer, CERTIFY, self._gate.credentials.certificate, timeout=_TIMEOUT_S)
+            certificate = await self._call(peer, CERTIFY, self._gate.credentials.certificate, timeout=_TIMEOUT_S)
         except AccessDenied as error:
             raise AccessDenied(f"{peer} refuses the certificate of this peer: {error}") from error
         except ProtocolError as error:
@@ -92,7 +92,7 @@ class Certification:
                 raise
             raise Untrusted(f"{peer} shows no certificate, so nothing was sent to it: {error}") from error
         try:
-            self._gate.certify(peer, shown)
+            self._gate.certify(peer, certificate)
         except AccessDenied as error:
             text = f"{peer} shows an invalid certificate, so nothing was sent to it: {error}"
             raise Untrusted(text) from error

@@ -13,17 +13,17 @@ from lightning_swarm.network.gatekeeper import Gatekeeper
 
 
 class OpenExchanges(dict[asyncio.Timeout, PeerId]):
-    """The open exchanges that this peer has begun: the deadline of each, and the other peer."""
+    """The open exchanges that this peer has begun: deadline -> the asked peer."""
 
     def end(self, peer: PeerId | None = None) -> None:
         """End the exchanges with a peer now; None: with all peers."""
-        for limit, other in [*self.items()]:
-            if peer in (None, other) and not limit.expired():
+        for limit, asked in [*self.items()]:
+            if peer in (None, asked) and not limit.expired():
                 limit.reschedule(now_s())
 
 
 class OpenAnswers:
-    """The tasks that answer other peers' requests, one task each. Every request registers here, so this is cheap."""
+    """The tasks that answer other peers' requests, one for each request, so registering a task must be cheap."""
 
     def __init__(self) -> None:
         self.gate: Gatekeeper | None = None  # the current gate; a request may outlive the gate that admitted it
@@ -38,7 +38,7 @@ class OpenAnswers:
                 task.get_loop().call_soon(self._cancel, task)
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
-        if task in self._ended:  # else it is done
+        if task in self._ended:  # else its handler is done
             self._ended[task] = True
             task.cancel()
 
@@ -54,7 +54,7 @@ class OpenAnswers:
         """Raise the error for the caller if `end`, and no other code, has cancelled the task."""
         if self._ended.get(task) and not task.uncancel():  # else other code has cancelled it, too
             self.check_before_answer(caller, method)
-            raise Busy(f"a ban of {caller} was lifted at once, so this is worth another try") from None
+            raise Busy(f"the ban of {caller} was lifted during this request, which may be sent again") from None
 
     def leave(self, task: asyncio.Task[Any]) -> None:
         """Unregister a task whose handler is done."""
@@ -63,6 +63,6 @@ class OpenAnswers:
             self._ended.pop(task, None)
 
     def check_before_answer(self, caller: PeerId, method: str) -> None:
-        """Refuse an answer if the caller may not call any more. This finds expired certificates, too."""
+        """Refuse an answer if the caller may not call any more, for example because its certificate has expired."""
         if self.gate is not None:
             self.gate.check_before_answer(caller, method)

@@ -45,7 +45,7 @@ class BufferPool:
         self._spare = deque[npt.NDArray[np.uint8]](maxlen=num_spare)
 
     def new_bytes(self, n: int) -> Tensor:
-        """Do as the function `new_bytes`, but reuse memory where possible."""
+        """Like the function `new_bytes`, but reuse memory where possible."""
         if n < _HUGE_BYTES:
             return torch.empty(n, dtype=torch.uint8)
         raw = self._take(n)
@@ -125,8 +125,8 @@ class Reader(Protocol):
         """Read at least one and at most `n` bytes; none at the end."""
         ...
 
-    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
-        """Fill all of `view`, and show each piece to `seen` as it comes, or raise `asyncio.IncompleteReadError`."""
+    async def fill(self, view: memoryview, on_piece: Callable[[memoryview], None], /) -> None:
+        """Fill all of `view`, and call `on_piece` with each piece that arrives; else `asyncio.IncompleteReadError`."""
         ...
 
 
@@ -169,8 +169,7 @@ class Head(NamedTuple):
         """Refuse more than `max_bytes` of tensors, before any memory is allocated for them."""
         if self.payload_bytes > max_bytes:
             raise ProtocolError(
-                f"A message of `{self.method}` brings {self.payload_bytes} bytes of tensors; "
-                f"at most {max_bytes} are taken."
+                f"A message of `{self.method}` may have at most {max_bytes} bytes of tensors, got {self.payload_bytes}."
             )
 
     def error(self) -> SwarmError:
@@ -215,7 +214,7 @@ def exchange_id_of(data: bytes) -> int:
 
 
 def decode(data: bytes, fixed: FixedHeader | None = None) -> Head:
-    """Read a whole small message, except its tensors, which `take_tensors` reads; refuse over `SMALL_BYTES` of them."""
+    """Decode a whole small message without its tensors, see `take_tensors`; refuse more than `SMALL_BYTES` of them."""
     # `fixed` is its fixed header, if `parse_small` has read it already.
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
@@ -256,12 +255,12 @@ async def read_head(reader: Reader) -> Head:
     return await read_control(reader, await read_fixed_header(reader))
 
 
-# Without a least rate, a trickle of bytes could hold a message's room for ever. Thirty streams may still share 1 Mb/s.
+# Without a lowest rate, a trickle of bytes could keep reserved memory for ever. Thirty streams can still share 1 Mb/s.
 _MIN_BYTES_PER_S: Final = 4 << 10
 
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
-    """Read the tensors of `head` into new memory; `TimeoutError` if too little comes for `stall_timeout` s."""
+    """Read the tensors of `head` into new memory; `TimeoutError` if too few bytes come within `stall_timeout` s."""
     # The caller must have bounded the size by `Head.check_size`, because all memory is allocated at once.
     raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
     loop = asyncio.get_running_loop()
@@ -269,7 +268,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
     begin_s = loop.time()
     async with asyncio.timeout(stall_timeout) as stall:
 
-        def take(piece: memoryview) -> None:
+        def on_piece(piece: memoryview) -> None:
             nonlocal checksum, num_bytes
             checksum = crc32(piece, checksum)
             num_bytes += len(piece)
@@ -277,7 +276,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
                 stall.reschedule(min(loop.time(), begin_s + num_bytes / _MIN_BYTES_PER_S) + stall_timeout)
 
         for buffer in raw:
-            await reader.fill(buffer.numpy().data, take)
+            await reader.fill(buffer.numpy().data, on_piece)
         _check_trailer(await reader.readexactly(TRAILER_BYTES), checksum)
     return tuple(from_bytes(buffer, dtype, shape) for buffer, (dtype, shape) in zip(raw, head.specs, strict=True))
 
@@ -319,7 +318,7 @@ def parse_small(data: bytes | bytearray) -> FixedHeader:
     fixed = _parse_fixed_header(bytes(data[:HEADER_BYTES]))
     if fixed.payload_bytes > SMALL_BYTES:
         raise ProtocolError(
-            f"At most {SMALL_BYTES} bytes of tensors travel beside calls, this message has {fixed.payload_bytes}."
+            f"A message among calls may have at most {SMALL_BYTES} bytes of tensors, got {fixed.payload_bytes}."
         )
     return fixed
 
@@ -327,23 +326,23 @@ def parse_small(data: bytes | bytearray) -> FixedHeader:
 def _parse_fixed_header(data: bytes) -> FixedHeader:
     magic, version, kind, reserved, exchange_id, control_bytes, payload_bytes, checksum = _FIXED.unpack_from(data)
     if magic != _MAGIC:
-        raise ProtocolError("This is no message of lightning_swarm.")
+        raise ProtocolError("The received bytes are not a message of lightning_swarm.")
     if version != _VERSION:
         raise ProtocolError(
             f"This peer speaks version {_VERSION} of the protocol, the other side {version}. Use one release."
         )
     if _CHECKSUM.unpack_from(data, _FIXED.size)[0] != crc32(data[: _FIXED.size]):
         raise Damaged("The header of a message is damaged.")
-    known = _KINDS.get(kind)
-    if known is None or reserved:
+    message_kind = _KINDS.get(kind)
+    if message_kind is None or reserved:
         raise ProtocolError(f"Unknown kind of message: {kind}, {reserved}.")
     _check_control_size(control_bytes)
-    return FixedHeader(known, exchange_id, control_bytes, payload_bytes, checksum)
+    return FixedHeader(message_kind, exchange_id, control_bytes, payload_bytes, checksum)
 
 
 def _check_control_size(num_bytes: int) -> None:
     if num_bytes > _MAX_CONTROL_BYTES:
-        raise ProtocolError(f"A message describes itself in {num_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken.")
+        raise ProtocolError(f"The control part of a message has at most {_MAX_CONTROL_BYTES} bytes, got {num_bytes}.")
 
 
 def _parse_control(fixed: FixedHeader, data: bytes) -> Head:
@@ -356,7 +355,9 @@ def _parse_control(fixed: FixedHeader, data: bytes) -> Head:
     specs = tuple(map(parse_spec, control.tensors))
     payload_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
     if payload_bytes != fixed.payload_bytes:
-        raise ProtocolError(f"The tensors take {payload_bytes} bytes, but {fixed.payload_bytes} by the header.")
+        raise ProtocolError(
+            f"A message has {payload_bytes} bytes of tensors, but its header says {fixed.payload_bytes}."
+        )
     return Head(fixed.kind, fixed.exchange_id, control.method, control.body, specs, payload_bytes)
 
 

@@ -29,8 +29,8 @@ _FIRST_PAUSE_S: Final = 1.0  # pause after a refused certificate of a peer; doub
 _LONGEST_PAUSE_S: Final = 64.0
 
 
-class _Known(NamedTuple):
-    """A peer with a verified certificate. The methods of its role are here, too: a check costs at most two look-ups."""
+class _CertifiedPeer(NamedTuple):
+    """A peer with a verified certificate, and the methods of its role, so that a check costs at most two look-ups."""
 
     certificate: bytes
     permit: Permit
@@ -42,7 +42,7 @@ class _Known(NamedTuple):
 class _Failing(NamedTuple):
     """A peer whose certificates were refused."""
 
-    in_a_row: int  # attempts since the last valid certificate
+    num_attempts: int  # refused attempts since the last valid certificate
     next_s: float  # earliest time to verify its next certificate, in seconds since the epoch
     reason: str
 
@@ -75,8 +75,8 @@ class Gatekeeper:
         self._on_cut_off = on_cut_off  # called when the certificate of a known peer permits nothing any more
         self._on_banned = on_banned  # called when this peer itself is banned
         self._wall_s = wall_s  # seconds since the epoch: certificates expire by the calendar
-        # Recently used peers come last. A peer dropped ("forgotten") for lack of room shows its certificate again.
-        self._permits: OrderedDict[PeerId, _Known] = OrderedDict()
+        # Recently used peers come last. A peer dropped ("forgotten") for lack of room must show its certificate again.
+        self._permits: OrderedDict[PeerId, _CertifiedPeer] = OrderedDict()
         self._failing: OrderedDict[PeerId, _Failing] = OrderedDict()
         self._bans: dict[str, Ban] = {}  # peer or invitation -> its newest ban
         # Peer without a permit -> the ban that took or denied it; None: its certificate has expired.
@@ -87,32 +87,32 @@ class Gatekeeper:
         """Return the permit of a peer's certificate; None: it has shown none, or its certificate has expired."""
         if peer == self.own:
             return self.credentials.verify(peer, self.credentials.certificate, now_s=self._wall_s())
-        known = self._find(peer)
-        return None if known is None else known.permit
+        certified = self._find(peer)
+        return None if certified is None else certified.permit
 
-    def _find(self, peer: PeerId) -> _Known | None:
-        """Return a known peer. If the peer's certificate has expired, cut the peer off, and return None."""
-        known = self._permits.get(peer)
-        if known is None:
+    def _find(self, peer: PeerId) -> _CertifiedPeer | None:
+        """Return a certified peer. If the peer's certificate has expired, cut the peer off, and return None."""
+        certified = self._permits.get(peer)
+        if certified is None:
             return None
-        if known.expires_at_s <= self._wall_s():
+        if certified.expires_at_s <= self._wall_s():
             self._cut(peer, None)
             _log.warning(
-                "The certificate of %s has expired: this peer neither answers nor asks it any more. To come back, its "
-                "user needs a new invitation: `lightning-swarm invite`, with a longer `--for`.",
+                "The certificate of %s has expired, so this peer neither answers nor asks that peer any more. To "
+                "return, it needs a new invitation: `lightning-swarm invite`, with a longer `--for`.",
                 short_name(peer),
             )
             return None
-        if len(self._permits) > _MAX_PERMITS // 2:  # with fewer peers, none is forgotten soon
+        if len(self._permits) > _MAX_PERMITS // 2:  # otherwise no peer will soon be forgotten
             self._permits.move_to_end(peer)
-        return known
+        return certified
 
     def _cut(self, peer: PeerId, ban: Ban | None) -> None:
-        """Take a peer's permit because of a ban; None: because its certificate has expired."""
-        known = self._permits.pop(peer, None)
+        """Revoke a peer's permit because of a ban, or (None) because its certificate has expired."""
+        certified = self._permits.pop(peer, None)
         self._cut_off[peer] = ban
         _keep_newest(self._cut_off, peer, _MAX_PERMITS)
-        if known is not None:
+        if certified is not None:
             self._on_cut_off(peer)
 
     def check_not_cut_off(self, peer: PeerId) -> None:
@@ -135,8 +135,8 @@ class Gatekeeper:
 
     def certify(self, peer: PeerId, certificate: bytes) -> None:
         """Verify a peer's certificate and store its permit, or raise `AccessDenied` or `Busy`."""
-        known = self._find(peer)
-        if known is not None and known.certificate == certificate:
+        certified = self._find(peer)
+        if certified is not None and certified.certificate == certificate:
             return
         if (ban := self._standing_ban(peer)) is not None:
             self._cut(peer, ban)
@@ -146,12 +146,14 @@ class Gatekeeper:
         wait_s = failing.next_s - at_s
         if 0 < wait_s <= _LONGEST_PAUSE_S:  # a longer wait shows only that the clock was set back
             raise Busy(
-                f"the next certificate of {peer} is verified in {wait_s:.0f} s: {failing.in_a_row} were refused. "
-                f"The last reason: {failing.reason}"
+                f"after {failing.num_attempts} refused certificates, the next certificate of {peer} is verified in "
+                f"{wait_s:.0f} s. The last reason: {failing.reason}"
             )
         # The attempt counts before the certificate is verified, so that it counts even after an unexpected error.
-        pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.in_a_row, 20), _LONGEST_PAUSE_S)
-        failing = self._failing[peer] = _Failing(failing.in_a_row + 1, at_s + pause_s, "Its certificate was refused.")
+        pause_s = min(_FIRST_PAUSE_S * 2 ** min(failing.num_attempts, 20), _LONGEST_PAUSE_S)
+        failing = self._failing[peer] = _Failing(
+            failing.num_attempts + 1, at_s + pause_s, "Its certificate was refused."
+        )
         _keep_newest(self._failing, peer, _MAX_FAILING)
         try:
             permit = self._verified(peer, certificate, at_s)
@@ -161,7 +163,7 @@ class Gatekeeper:
         self._cut_off.pop(peer, None)
         del self._failing[peer]
         calls, answers = self._may_call[permit.role], self._answers[permit.role]
-        self._permits[peer] = _Known(certificate, permit, permit.expires_at_s, calls, answers)
+        self._permits[peer] = _CertifiedPeer(certificate, permit, permit.expires_at_s, calls, answers)
         _keep_newest(self._permits, peer, _MAX_PERMITS)
         self.refusals.forget(peer)
         self._on_certified(peer)
@@ -187,25 +189,26 @@ class Gatekeeper:
         return [ban.signed for ban in self._bans.values()]
 
     def ban(self, signed: bytes) -> None:
-        """Apply a ban, or its end, unless a newer one is known; `AccessDenied` if the owner did not sign it."""
+        """Apply a ban, or lift it, unless a newer decision is known; `AccessDenied` if the owner did not sign it."""
         if any(known.signed == signed for known in self._bans.values()):
             return
         ban = self.credentials.verify_ban(signed)
-        known = self._bans.get(ban.subject)
-        if known is not None and (known.decided_at_ns, known.signed) > (ban.decided_at_ns, ban.signed):
+        former = self._bans.get(ban.subject)
+        if former is not None and (former.decided_at_ns, former.signed) > (ban.decided_at_ns, ban.signed):
             return
         self._bans[ban.subject] = ban
         if ban.is_lifted:
             self._failing.clear()  # the peers concerned may come back at once, and no longer count as gone
-            for peer in [peer for peer, one in self._cut_off.items() if one is not None and one.subject == ban.subject]:
-                del self._cut_off[peer]
+            for peer, cause in list(self._cut_off.items()):
+                if cause is not None and cause.subject == ban.subject:
+                    del self._cut_off[peer]
             return
-        for peer in [peer for peer, one in self._permits.items() if self._ban_of(peer, one.permit) is ban]:
+        for peer in [peer for peer, certified in self._permits.items() if self._ban_of(peer, certified.permit) is ban]:
             self._cut(peer, ban)
             _log.warning("%s %s", short_name(peer), banned(ban))
         with suppress(AccessDenied):  # raised if this peer's certificate has expired, which other peers report
-            own = self.credentials.verify(self.own, self.credentials.certificate, now_s=self._wall_s())
-            if self._ban_of(self.own, own) is ban:
+            permit = self.credentials.verify(self.own, self.credentials.certificate, now_s=self._wall_s())
+            if self._ban_of(self.own, permit) is ban:
                 self._on_banned(ban)
 
     def _ban_of(self, peer: PeerId, permit: Permit) -> Ban | None:
@@ -219,25 +222,25 @@ class Gatekeeper:
 
     def may_call(self, caller: PeerId, method: str) -> bool:
         """Return whether a caller has shown a certificate that permits a request."""
-        known = self._find(caller)
-        return known is not None and method in known.calls
+        certified = self._find(caller)
+        return certified is not None and method in certified.calls
 
     def may_be_asked(self, peer: PeerId, method: str) -> bool:
-        """Return whether a peer is known, and its certificate permits it to answer."""
-        known = self._find(peer)
-        return known is not None and method in known.answers
+        """Return whether a peer has shown a certificate that permits it to answer a request."""
+        certified = self._find(peer)
+        return certified is not None and method in certified.answers
 
-    # A request's checks, in the order of its life. Here: `check_before_asking`. There: `check_size` (long messages),
-    # `check_on_arrival`, `check_before_handler`, `check_before_answer`.
+    # The checks of a request, in their order. At the caller: `check_before_asking`. At the answering peer: `check_size`
+    # (of long messages), `check_on_arrival`, `check_before_handler`, `check_before_answer`.
 
     def check_before_asking(self, peer: PeerId, method: str) -> None:
         """Before this peer sends a request: refuse if the other peer's certificate does not permit it to answer."""
-        known = self._find(peer)
-        if known is None:
+        certified = self._find(peer)
+        if certified is None:
             raise Untrusted(f"{peer} has shown no certificate of this run, so `{method}` was not sent to it")
         rpc = self._rpcs.get(method)
-        if rpc is not None and method not in known.answers:  # the peer itself refuses a method that is not listed
-            raise Untrusted(_needs_role(peer, known.permit.role, f"be asked for `{method}`", rpc.of))
+        if rpc is not None and method not in certified.answers:  # the peer itself refuses a method that is not listed
+            raise Untrusted(_needs_role(peer, certified.permit.role, f"be asked for `{method}`", rpc.of))
 
     def check_size(self, caller: PeerId, num_bytes: int) -> None:
         """Refuse a long message of a peer that has shown no certificate, before it is read."""
@@ -248,16 +251,16 @@ class Gatekeeper:
         """As a request arrives: refuse it if the caller's certificate does not permit it, or was never shown."""
         if self.may_call(caller, method):
             return
-        known = self._find(caller)
+        certified = self._find(caller)
         if method in OPEN_METHODS:
             return
         rpc = self._rpcs.get(method)
-        if known is None:
+        if certified is None:
             self.refuse(caller, Uncertified(_uncertified(self.own, caller)))
         elif rpc is None:
             self.refuse(caller, AccessDenied(f"no role may call `{printable(method)}` at {self.own}"))
         else:
-            self.refuse(caller, AccessDenied(_needs_role(caller, known.permit.role, f"call `{method}`", rpc.by)))
+            self.refuse(caller, AccessDenied(_needs_role(caller, certified.permit.role, f"call `{method}`", rpc.by)))
 
     def check_before_handler(self, caller: PeerId, method: str) -> None:
         """Before a request goes to its handler: refuse it if the caller's certificate does not permit it any more."""
@@ -270,15 +273,15 @@ class Gatekeeper:
         """Before an answer is sent: refuse it if the caller has lost its permit since its request."""
         if self.may_call(caller, method):
             return
-        known = self._find(caller)
+        certified = self._find(caller)
         if reason := self._why_cut_off(caller):
             self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
-        if known is not None:  # the caller has shown another certificate since its request
+        if certified is not None:  # the caller has shown another certificate since its request
             self.check_on_arrival(caller, method)
         # Otherwise the caller was only forgotten for lack of room, so it still gets the answer.
 
     def refuse(self, caller: PeerId, error: AccessDenied) -> NoReturn:
-        """Count a refusal, and raise its error."""
+        """Record a refusal, and raise its error."""
         self.refusals.note(caller, str(error))
         raise error
 
@@ -298,23 +301,23 @@ def _uncertified(own: PeerId, caller: PeerId) -> str:
 
 def banned(ban: Ban) -> str:
     """Return the second half of a sentence about a banned peer, with the reason: "was banned from ..."."""
-    what = "came by an invitation that was banned" if ban.is_of_invitation else "was banned"
-    return f"{what} from this run by its owner, who gives the reason: {printable(ban.reason) or 'none'}"
+    event = "came by an invitation that was banned" if ban.is_of_invitation else "was banned"
+    return f"{event} from this run by its owner, who gives the reason: {printable(ban.reason) or 'none'}"
 
 
-def _needs_role(peer: PeerId, role: Role, does: str, least: Role) -> str:
-    """Return the text of an error: what a peer `does` requires the role `least`, and the peer has another role."""
+def _needs_role(peer: PeerId, role: Role, action: str, least: Role) -> str:
+    """Return the text of an error: the `action` requires at least the role `least`, and the peer's `role` is lower."""
     return (
-        f"the role {least} may {does}, and the certificate of {peer} is of the role {role}. Ask the run's owner for "
+        f"the role {least} may {action}, and the certificate of {peer} has the role {role}. Ask the run's owner for "
         f"another invitation: `lightning-swarm invite --role {least}`."
     )
 
 
 # ------------------------------------------------------------------ the log of refusals
 
-_GRACE_S: Final = 5.0  # no warning before this time, because a forgotten member shows its certificate after a refusal
+_GRACE_S: Final = 5.0  # delay of the first warning: a forgotten member shows its certificate after a refusal
 _INTERVAL_S: Final = 60.0
-_MAX_TOLD: Final = 32  # most peers that warnings name at a time
+_MAX_NAMED: Final = 32  # most peers that warnings name at a time
 
 
 @dataclass(eq=False)
@@ -329,39 +332,41 @@ class RefusalLog:
 
     on_refused: Callable[[int], None] = lambda _: None  # called at each warning with its number of requests
     _refused: dict[PeerId, _Refused] = field(default_factory=dict)
-    total: int = 0  # refusals of all peers; those of a peer are subtracted once it shows its certificate
-    _num_unnamed: int = 0  # refusals of peers beyond `_MAX_TOLD`
+    total: int = 0  # refusals of all peers, except peers that have shown their certificates since
+    _num_unnamed: int = 0  # refusals of peers beyond `_MAX_NAMED`
 
     def note(self, peer: PeerId, reason: str) -> None:
-        """Count a refusal."""
+        """Count a refusal, and warn about it later."""
         self.total += 1
-        one = self._refused.get(peer)
-        if one is None:
-            if len(self._refused) >= _MAX_TOLD:
+        refused = self._refused.get(peer)
+        if refused is None:
+            if len(self._refused) >= _MAX_NAMED:
                 self._num_unnamed += 1
                 return
-            one = self._refused[peer] = _Refused()
-            self._tell_later(_GRACE_S, peer, one)
-        one.reason = reason
-        one.count += 1
+            refused = self._refused[peer] = _Refused()
+            self._warn_later(_GRACE_S, peer, refused)
+        refused.reason = reason
+        refused.count += 1
 
     def forget(self, peer: PeerId) -> None:
         """Drop the refusals of a peer that has shown its certificate meanwhile."""
-        one = self._refused.pop(peer, None)
-        self.total -= 0 if one is None else one.count
+        refused = self._refused.pop(peer, None)
+        self.total -= 0 if refused is None else refused.count
 
-    def _tell_later(self, after_s: float, peer: PeerId, one: _Refused) -> None:
-        asyncio.get_running_loop().call_later(after_s, self._tell, peer, one)
+    def _warn_later(self, after_s: float, peer: PeerId, refused: _Refused) -> None:
+        asyncio.get_running_loop().call_later(after_s, self._warn, peer, refused)
 
-    def _tell(self, peer: PeerId, one: _Refused) -> None:
-        if self._refused.get(peer) is not one:  # the peer has shown its certificate since
+    def _warn(self, peer: PeerId, refused: _Refused) -> None:
+        if self._refused.get(peer) is not refused:  # the peer has shown its certificate since
             return
-        if not one.count:  # no refusal since the previous warning
+        if not refused.count:  # no refusal since the previous warning
             del self._refused[peer]
             return
-        others, self._num_unnamed = self._num_unnamed, 0
-        more = f" {others} requests of other peers were refused, too." if others else ""
-        _log.warning("%d requests of %s were refused: %s%s", one.count, short_name(peer), shorten(one.reason), more)
-        self.on_refused(one.count + others)
-        one.count = 0
-        self._tell_later(_INTERVAL_S, peer, one)
+        num_unnamed, self._num_unnamed = self._num_unnamed, 0
+        more = f" {num_unnamed} requests of other peers were refused, too." if num_unnamed else ""
+        _log.warning(
+            "%d requests of %s were refused: %s%s", refused.count, short_name(peer), shorten(refused.reason), more
+        )
+        self.on_refused(refused.count + num_unnamed)
+        refused.count = 0
+        self._warn_later(_INTERVAL_S, peer, refused)

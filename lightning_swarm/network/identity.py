@@ -137,7 +137,7 @@ def load_identity(path: Path, use: KeyUse = PEER_KEY) -> Identity:
     """Read the identity from a file, which is created with a new key if missing; `ConfigError` if it is unusable."""
     try:
         if not path.exists():
-            with suppress(FileExistsError):  # another process may have created it meanwhile: then that file stays
+            with suppress(FileExistsError):  # another process may have created the file meanwhile; then that file stays
                 write_new(path, Identity.generate().encoded)
         encoded = _read(path, use)
     except OSError as error:
@@ -155,7 +155,7 @@ def _read(path: Path, use: KeyUse) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             _refuse(path, use, "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file")
-        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # as in ssh, other owners' files pass
+        if status.st_uid == os.getuid() and status.st_mode & 0o077:  # other owners' files are accepted, as by ssh
             _refuse(
                 path,
                 use,
@@ -185,10 +185,10 @@ def _rsa_id(encoded: bytes) -> PeerId:
     """Return the peer id of an encoded RSA key: the digest of the public key, as libp2p encodes it."""
     length, der = encoded[len(_RSA_KEY) :][:2], encoded[len(_RSA_KEY) + 2 :]
     if length != _varint(len(der)):
-        raise ValueError("its end is missing, or there is more behind it")
+        raise ValueError("it is cut off, or has extra bytes at its end")
     key = load_der_private_key(der, None)
     if not isinstance(key, RSAPrivateKey):
-        raise ValueError("it is not the kind of key that it claims to be")
+        raise ValueError("it is marked as an RSA key, but is not one")
     public = key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     digest = hashlib.sha256(_RSA_KEY + _varint(len(public)) + public).digest()
     return PeerId(_to_base58(_SHA256_ID + digest))

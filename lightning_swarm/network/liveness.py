@@ -31,17 +31,17 @@ class Exchange:
 
     limit: asyncio.Timeout
     silent_s: float | None = None  # how long the peer had been silent, if that ended the exchange
-    send_again: Callable[[], None] | None = None  # sends the request once more; None: it is sent once
+    send_again: Callable[[], None] | None = None  # sends the request once more; None: it is never repeated
     is_large: bool = False  # repeated only while no bytes move between the peers
     begun_s: float = 0.0
-    num_again: int = 0  # repeats so far
+    num_repeats: int = 0
 
     def repeat_if_due(self, now_s: float, *, is_moving: bool) -> None:
         """Repeat the request if no answer has come: first after a moment, then after twice as long each time."""
         if self.send_again is None or (self.is_large and is_moving):
             return
-        if now_s - self.begun_s >= _FIRST_REPEAT_S * 2**self.num_again:
-            self.num_again += 1
+        if now_s - self.begun_s >= _FIRST_REPEAT_S * 2**self.num_repeats:
+            self.num_repeats += 1
             self.send_again()
 
 
@@ -52,15 +52,15 @@ class _WatchedPeer:
         self.exchanges: dict[Exchange, None] = {}  # ordered, so that a run repeats exactly
         self.channels: set[Channel] = set()
         self.pings: set[asyncio.Task[None]] = set()
-        self.num_moved_bytes = 0  # by all channels, at the newest check
+        self.num_moved_bytes = 0  # moved by all channels until the newest check
         self.alive_s = 0.0  # time of the newest sign of life
         self.round_trip_s = 0.0  # slowest recent round trip; older samples fade
         self.due_s = 0.0  # time of the next check
         self.tick: asyncio.TimerHandle | None = None  # timer of the next check
 
     @property
-    def in_use(self) -> bool:
-        """Return whether an exchange with the peer is going on, or ended a moment ago."""
+    def is_in_use(self) -> bool:
+        """Return whether an exchange with the peer is in progress, or ended a moment ago."""
         return bool(self.exchanges or self.channels or self.tick is not None)
 
 
@@ -71,7 +71,7 @@ class Liveness:
     """Watches the peers of current exchanges, and ends the exchanges of a peer that falls silent."""
 
     silence_s: float  # seconds that a peer may be silent; more where round trips are slow
-    _ping: Callable[[PeerId], Coroutine[Any, Any, None]]  # returns when the peer has answered anything, else raises
+    _ping: Callable[[PeerId], Coroutine[Any, Any, None]]  # returns once the peer has answered, even by an error
     _spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]  # runs a ping in a task that has an owner
     _watched: dict[PeerId, _WatchedPeer] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ class Liveness:
     def watch(self, peer: PeerId, exchange: Exchange) -> None:
         """End `exchange` if `peer` falls silent before `forget`."""
         loop = asyncio.get_running_loop()
-        watched = self._known(peer)
+        watched = self._state_of(peer)
         if not watched.exchanges:
             watched.alive_s = loop.time()
         watched.exchanges[exchange] = None
@@ -96,7 +96,7 @@ class Liveness:
             self._schedule_check(peer, watched)
 
     def forget(self, peer: PeerId, exchange: Exchange) -> None:
-        """Watch `exchange` no longer, if it is watched."""
+        """Stop watching `exchange`, if it is watched."""
         watched = self._watched.get(peer)
         if watched is None or exchange not in watched.exchanges:
             return
@@ -108,7 +108,7 @@ class Liveness:
     @contextmanager
     def moving(self, peer: PeerId, channel: Channel) -> Iterator[None]:
         """Count bytes that move over `channel` as signs of life of `peer` within this context."""
-        watched = self._known(peer)
+        watched = self._state_of(peer)
         watched.channels.add(channel)
         try:
             yield
@@ -127,11 +127,11 @@ class Liveness:
                 watched.tick.cancel()
                 watched.tick = None
 
-    def _known(self, peer: PeerId) -> _WatchedPeer:
-        """Return what is known of a peer, and forget others if there are too many."""
+    def _state_of(self, peer: PeerId) -> _WatchedPeer:
+        """Return a peer's state, which is added if missing; then forget unused states if there are too many."""
         if peer not in self._watched:
             if len(self._watched) >= _MAX_KNOWN:
-                self._watched = {other: watched for other, watched in self._watched.items() if watched.in_use}
+                self._watched = {known: watched for known, watched in self._watched.items() if watched.is_in_use}
             self._watched[peer] = _WatchedPeer()
         return self._watched[peer]
 
@@ -159,8 +159,8 @@ class Liveness:
                 if not exchange.limit.expired():
                     exchange.silent_s = silent_s
                     exchange.limit.reschedule(now_s)
-            watched.alive_s = now_s  # the next exchange waits as long again
-            return  # without a timer: these exchanges end now, and `watch` sets a timer for the next
+            watched.alive_s = now_s  # the next exchange waits its full time
+            return  # without a timer: these exchanges end now, and the next call of `watch` sets one
         if silent_s >= interval_s / 2:
             ping = self._spawn(self._ping_once(peer, watched))
             watched.pings.add(ping)

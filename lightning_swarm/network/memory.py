@@ -1,4 +1,4 @@
-"""A network within one process, for tests, on any event loop, with the real framing and checksums, as over hivemind."""
+"""A network within one process, for tests: the same framing and checksums as over hivemind, on any event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WireTap(Tap, Protocol):
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, /, *, answer: bytes | None, is_answer: bool
     ) -> bool:
-        """Return whether this message arrives with one bit flipped. `answer` is known only for the answer to a call."""
+        """Decide whether this message arrives with one bit flipped. `answer` is known only for the answer to a call."""
         ...
 
 
@@ -45,11 +45,11 @@ class MemoryNetwork:
         silence_s: float = SILENCE_S,  # silence after which a peer counts as gone
         links: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),  # peer -> its link, whose latency is added
     ) -> None:
-        self.tap: WireTap | None = None  # on all wires
+        self.tap: WireTap | None = None  # taps all wires
         self.silence_s = silence_s
         self._latency_s = latency_s
         self._links = links
-        self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}  # two peers -> set when they are mended
+        self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}  # two peers -> set by `mend`
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}  # peer -> set when it thaws
         self.wires: dict[_Wire, None] = {}  # ordered, so that a run repeats exactly
@@ -103,18 +103,18 @@ class MemoryNetwork:
         """Return whether a peer of this name exists and was neither killed nor closed."""
         return peer in self._peers
 
-    def cut(self, one: PeerId, other: PeerId) -> None:
+    def cut(self, peer_a: PeerId, peer_b: PeerId) -> None:
         """Hold back all bytes between two peers until `mend`, without breaking anything."""
-        self._cuts.setdefault(frozenset((one, other)), asyncio.Event())
+        self._cuts.setdefault(frozenset((peer_a, peer_b)), asyncio.Event())
 
-    def mend(self, one: PeerId, other: PeerId) -> None:
+    def mend(self, peer_a: PeerId, peer_b: PeerId) -> None:
         """Let two peers reach each other again. The bytes that were held back arrive."""
-        if mended := self._cuts.pop(frozenset((one, other)), None):
+        if mended := self._cuts.pop(frozenset((peer_a, peer_b)), None):
             mended.set()
 
     def peer_at(self, address: str) -> PeerId | None:
         """Return the live peer at an address without an id."""
-        return next((peer for peer, one in self._peers.items() if one.address == f"{address}/p2p/{peer}"), None)
+        return next((name for name, peer in self._peers.items() if peer.address == f"{address}/p2p/{name}"), None)
 
     def find(self, peer: PeerId) -> MemoryTransport:
         """Return the live peer of this name, or raise `Unreachable`."""
@@ -136,9 +136,9 @@ class MemoryNetwork:
             or (self._cuts.get(frozenset((sender, receiver))) if self._cuts else None)
         ):
             await obstacle.wait()
-        one, other = self._links.get(sender), self._links.get(receiver)
-        if sender != receiver and not (one is None and other is None):
-            await cross(one, other, len(buffer))
+        link, remote_link = self._links.get(sender), self._links.get(receiver)
+        if sender != receiver and not (link is None and remote_link is None):
+            await cross(link, remote_link, len(buffer))
         for peer in (sender, receiver):
             if peer not in self._peers:
                 raise ConnectionResetError(f"{peer} is gone")
@@ -148,8 +148,8 @@ class MemoryNetwork:
         """Take a peer off the network, and break its wires in both directions."""
         self._peers.pop(peer, None)
         self.thaw(peer)
-        for one, other in [tuple(cut) for cut in self._cuts if peer in cut]:
-            self.mend(one, other)
+        for cut in [cut for cut in self._cuts if peer in cut]:
+            self.mend(*cut)
         for wire in tuple(self.wires):
             if peer in (wire.sender, wire.receiver):
                 wire.break_off()
@@ -172,11 +172,11 @@ class _Wire(asyncio.ReadTransport):
         self.damaged = False  # the next buffer will arrive with one bit flipped
 
     def pause_reading(self) -> None:
-        """Stop: the reader is full."""
+        """Hold back writes, because the reader is full."""
         self._room.clear()
 
     def resume_reading(self) -> None:
-        """Go on: the reader has room again."""
+        """Allow writes, because the reader has room again."""
         self._room.set()
 
     async def write(self, buffer: Buffer) -> None:
@@ -196,7 +196,7 @@ class _Wire(asyncio.ReadTransport):
             raise ConnectionResetError("the wire broke")
 
     def hang_up(self) -> None:
-        """End the wire in order: bytes on their way arrive, then the reader sees the end."""
+        """End the wire in order: all written bytes arrive, then the reader sees the end."""
         if not self._broken:
             self._broken = True
             self.reader.feed_eof()
@@ -204,7 +204,7 @@ class _Wire(asyncio.ReadTransport):
         self._network.wires.pop(self, None)
 
     def break_off(self) -> None:
-        """End the wire as a dying peer does."""
+        """Break the wire, as the death of a peer does."""
         self._broken = True
         self.reader.set_exception(ConnectionResetError("the peer is gone"))
         self._room.set()
@@ -238,7 +238,7 @@ class MemoryTransport(BaseTransport):
         await self._wait_until_served()
 
     def die(self) -> None:
-        """Close without waiting for anything."""
+        """Close at once, without waiting for tasks to end."""
         if not self.closed:
             self._network.remove(self.peer_id)
             self._break_off()

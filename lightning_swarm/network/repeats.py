@@ -1,4 +1,4 @@
-"""Requests that are sent again while no answer comes: the caller's and the answering side, for every transport."""
+"""Repeats of requests that get no answer: the caller's side and the answering side, for every transport."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def first_id_of(exchange_id: int) -> int:
 # tell the two apart, so it sends the request again, and still waits for the answer to the first. The answering peer
 # runs the handler once for both. If only the answer was lost, the handler runs again, so it must be safe to repeat.
 class RepeatedSend(Generic[_T]):
-    """Sends one request, repeats it as often as its `Exchange` finds that due, and returns the first answer."""
+    """Sends one request, repeats it whenever its `Exchange` calls `send_again`, and returns the first answer."""
 
     def __init__(
         self,
@@ -42,20 +42,21 @@ class RepeatedSend(Generic[_T]):
     ) -> None:
         self._exchange, self._send, self._spawn = exchange, send, spawn
         self._waiting: asyncio.Task[Any] | None = None  # waits for the answer to the first request
-        self._is_ended = False  # whether that wait was ended
-        self._again: list[asyncio.Task[None]] = []  # the repeats
+        self._has_ended_wait = False  # whether `_waiting` was cancelled, because a repeat was answered
+        self._repeats: list[asyncio.Task[None]] = []
         self._answers: list[_T | SwarmError] = []  # answers to repeats
 
     async def first_answer(self) -> _T:
         """Return the answer that comes first, or raise the error that it carries."""
         self._exchange.send_again = self._send_again
-        # Does as `asyncio.timeout`, which costs more than the rest of this method, and hardly any request is repeated.
+        # Catches its own cancellation, as `asyncio.timeout` does. A timeout object for each request would cost more
+        # than the rest of this method, although hardly any request is repeated.
         self._waiting = task = running_task()
         num_cancels = task.cancelling()
         try:
             return await self._send(0)
         except BaseException as error:
-            if not self._is_ended:
+            if not self._has_ended_wait:
                 raise
             # Other code may have cancelled the task, too.
             if task.uncancel() > num_cancels or not isinstance(error, asyncio.CancelledError):
@@ -65,33 +66,33 @@ class RepeatedSend(Generic[_T]):
             return answer
         finally:
             self._exchange.send_again = self._waiting = None
-            if self._again:
-                await cancel_and_wait(self._again)
+            if self._repeats:
+                await cancel_and_wait(self._repeats)
 
     def _send_again(self) -> None:
         if self._answers:  # a repeat was answered by an error, and the first request still has no answer
             self._end_wait()
         else:
-            self._again.append(self._spawn(self._repeat(len(self._again) + 1)))
+            self._repeats.append(self._spawn(self._repeat(len(self._repeats) + 1)))
 
     async def _repeat(self, number: int) -> None:
         try:
             self._answers.append(await self._send(number))
         except SwarmError as error:
             self._answers.append(error)
-            # The answer to the first request may still be under way. If that answer holds tensors that can be fetched
-            # only once, the repeat gets an error instead.
+            # The first request may still be answered: if its answer has tensors that can be fetched only once, only the
+            # repeat gets an error.
             if self._exchange.is_large or isinstance(error, Unreachable):
                 return
         self._end_wait()
 
     def _end_wait(self) -> None:
-        """End the wait for the answer to the first request, unless that answer is here already."""
+        """End the wait for the answer to the first request, unless that answer has come."""
         asyncio.get_running_loop().call_soon(self._cancel_wait)
 
     def _cancel_wait(self) -> None:
-        if self._waiting is not None and not self._is_ended:
-            self._is_ended = True
+        if self._waiting is not None and not self._has_ended_wait:
+            self._has_ended_wait = True
             self._waiting.cancel()
 
 
@@ -99,22 +100,22 @@ class RunningAnswers:
     """Requests that are being answered. A repeat joins the request that it repeats."""
 
     def __init__(self) -> None:
-        # request -> the answer for its repeats; None: no repeat has come. The answer is None if the request is
-        # cancelled; then a repeat runs the handler itself.
+        # request -> the future answer for its repeats; None while no repeat has come. The future's result is None if
+        # the request is cancelled; then a repeat runs the handler itself.
         self._running: dict[_Request, asyncio.Future[Message | None] | None] = {}
 
     def joining(self, caller: PeerId, head: Head, respond: Responder) -> Responder:
         """Return a function that answers like `respond`, but runs it once for a request and its repeats."""
         request = caller, first_id_of(head.exchange_id), head.method, head.body
 
-        async def answer(message: Message) -> Message:
+        async def answer_once(message: Message) -> Message:
             while request in self._running:
                 shared = self._running[request]
                 if shared is None:
                     shared = self._running[request] = asyncio.get_running_loop().create_future()
-                joined = await asyncio.shield(shared)
-                if joined is not None:
-                    return joined
+                shared_answer = await asyncio.shield(shared)
+                if shared_answer is not None:
+                    return shared_answer
             self._running[request] = None
             answer: Message | None = None
             try:
@@ -130,4 +131,4 @@ class RunningAnswers:
                 if shared is not None and not shared.done():
                     shared.set_result(answer)
 
-        return answer
+        return answer_once

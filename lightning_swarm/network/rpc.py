@@ -35,16 +35,16 @@ _LINGER_S: Final = 10.0  # longest wait until a refused caller hangs up
 
 
 class Feed(asyncio.StreamReader):
-    """A `Reader` of bytes that are fed to it."""
+    """A `Reader` of the bytes that `feed_data` receives."""
 
-    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+    async def fill(self, view: memoryview, on_piece: Callable[[memoryview], None], /) -> None:
         """See `Reader`."""
         while view:
             if not (data := await self.read(len(view))):
                 raise asyncio.IncompleteReadError(b"", len(view))
             piece, view = view[: len(data)], view[len(data) :]
             piece[:] = data
-            seen(piece)
+            on_piece(piece)
 
 
 class Channel:
@@ -52,7 +52,7 @@ class Channel:
 
     def __init__(self, reader: Reader, write: Callable[[Buffer], Awaitable[None]]) -> None:
         self._reader = reader
-        self._write = write  # sends one buffer, and waits for room. The buffer may change once it returns
+        self._write = write  # sends one buffer, and waits for room; then the buffer may change
         self._sent_bytes = 0
         self._received_bytes = 0
 
@@ -68,12 +68,12 @@ class Channel:
         self._received_bytes += len(data)
         return data
 
-    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+    async def fill(self, view: memoryview, on_piece: Callable[[memoryview], None], /) -> None:
         """See `Reader`."""
 
         def count(piece: memoryview) -> None:
             self._received_bytes += len(piece)
-            seen(piece)
+            on_piece(piece)
 
         await self._reader.fill(view, count)
 
@@ -113,14 +113,14 @@ class ServedMethod(NamedTuple):
     respond: Responder
     hold: Hold = reserve_nothing  # reserves room for the request's tensors until it is answered
     caller: PeerId = PeerId("")
-    guard: OpenAnswers | None = None  # None: no check at the handler
+    guard: OpenAnswers | None = None  # ends the handler if the caller loses its permit; None: it needs no permit
 
 
 class Tap(Protocol):
     """Sees and changes a peer's exchanges, even with itself. Tests use it to inject faults into chosen messages."""
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
-        """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
+        """Return the function that `peer` runs in place of `respond` to answer a request of `caller`."""
         ...
 
     def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
@@ -174,7 +174,7 @@ async def serve(
                 async with asyncio.timeout(idle_timeout):
                     head = await read_control(channel, fixed)
                 method = head.method
-                await _serve_one(channel, head, find)
+                await _serve_request(channel, head, find)
         except SwarmError as error:
             await _refuse(channel, exchange_id, error)
             return
@@ -184,7 +184,7 @@ async def serve(
             count(method, channel)
 
 
-async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], ServedMethod]) -> None:
+async def _serve_request(channel: Channel, head: Head, find: Callable[[Head], ServedMethod]) -> None:
     """Read a request's tensors, run its handler, and send the answer."""
     served = find(head)
     head.check_size(served.max_bytes)
@@ -195,7 +195,7 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Served
             await asyncio.wait({working, hangup}, return_when=asyncio.FIRST_COMPLETED)
             # A waiting caller sends nothing. If bytes or the end come, it has stopped waiting: cancel the handler.
             if hangup.done():
-                raise EOFError("the caller is gone, or does not wait for its answers")
+                raise EOFError("the caller hung up, or no longer waits for its answer")
             answer = working.result()
     await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
 
@@ -220,8 +220,8 @@ async def answer_to(
             guard.check_before_answer(served.caller, head.method)
         if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
             raise ProtocolError(
-                f"The answer to `{head.method}` brings {answer.num_tensor_bytes} bytes of tensors, "
-                f"at most {max_bytes} may travel where it was asked for."
+                f"The answer to `{head.method}` may have at most {max_bytes} bytes of tensors on the stream of the "
+                f"calls, got {answer.num_tensor_bytes}."
             )
         return encode(Kind.ANSWER, head.exchange_id, head.method, answer)
     except SwarmError as error:

@@ -58,8 +58,8 @@ class SimulatedLink:
 
 
 async def cross(sender: SimulatedLink | None, receiver: SimulatedLink | None, num_bytes: int) -> None:
-    """Wait while bytes pass both links, piece by piece, apart from the latency. None is a link without limits."""
-    # `MemoryNetwork.wait_latency` waits for the latency. Here it only delays a sender whose window is full.
+    """Wait until bytes have passed both links, without the latency. None is a link without limits."""
+    # `MemoryNetwork.wait_latency` adds the latency. Here latency only delays a sender whose window is full.
     # Each message starts with the window of a new stream, although real streams may have grown a larger one.
     window = FlowWindow(2 * sum(link.latency_s for link in (sender, receiver) if link is not None))
     for offset in range(0, num_bytes, PIECE_BYTES):

@@ -21,9 +21,9 @@ class TaskTransport(Transport):
         streams: Mapping[str, int],  # method -> most tensor bytes of a request
         *,
         idle: str = "does not coordinate",  # words of the error, after the peer's name
-        refusal: type[SwarmError] = NotCoordinator,  # class of the error; callers of a coordinator look for another one
+        refusal: type[SwarmError] = NotCoordinator,  # class of the error, on which callers may ask another peer
     ) -> None:
-        self._idle, self._error = idle, refusal
+        self._idle_text, self._error_class = idle, refusal
         self.peer_id, self.traffic = transport.peer_id, transport.traffic
         self._transport = transport
         self._handlers: dict[str, Callable[[PeerId, Any], Awaitable[Any]] | None] = {}
@@ -59,8 +59,8 @@ class TaskTransport(Transport):
     ) -> None:
         """Answer a method by its handler until the task ends; without a handler, refuse its requests."""
         if method not in self._handlers:
-            answer, look = partial(self._answer, method), partial(self._admit, method)
-            self._transport.handle_stream(method, answer, max_bytes=max_bytes, admit=look)
+            answer, check = partial(self._answer, method), partial(self._admit, method)
+            self._transport.handle_stream(method, answer, max_bytes=max_bytes, admit=check)
         self._handlers[method], self._admits[method] = handler, admit
 
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
@@ -129,5 +129,5 @@ class TaskTransport(Transport):
         return await handler(caller, request)
 
     def _refusal(self, method: str) -> SwarmError:
-        """Return the error of a peer without the task. By default a `NotCoordinator`: the peer is not at fault."""
-        return self._error(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")
+        """Return the error of a peer without the task, by default `NotCoordinator`, which does not blame the peer."""
+        return self._error_class(f"{self.peer_id} {self._idle_text} (now), so it does not answer {method}")

@@ -48,8 +48,8 @@ def check_tensor(tensor: Tensor) -> None:
     """Raise `ProtocolError` if a tensor cannot be sent."""
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise ProtocolError(
-            f"Dense CPU tensors of {', '.join(DTYPES)} can travel, got {tensor.dtype} ({tensor.layout}) on "
-            f"{tensor.device}. Convert it first."
+            f"Only dense CPU tensors of {', '.join(DTYPES)} can be sent, got {tensor.dtype} ({tensor.layout}) on "
+            f"{tensor.device}. Convert the tensor first."
         )
     if tensor.dim() > MAX_DIMS:
         raise ProtocolError(f"A tensor has at most {MAX_DIMS} dimensions, got {tensor.dim()}.")
@@ -61,13 +61,13 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def parse_spec(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a description; refuse a description that fits no tensor."""
+    """Return the dtype and shape of a description; refuse a description that no tensor can have."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise ProtocolError(f"The dtype of a tensor is one of {', '.join(DTYPES)}, got {spec.dtype[:32]!r}.")
     # Strides are products of sizes, also in an empty tensor, and must not overflow.
     if math.prod(max(size, 1) for size in spec.shape) * dtype.itemsize >= 1 << 62:
-        raise ProtocolError(f"No tensor has the shape {spec.shape}.")
+        raise ProtocolError(f"A tensor of shape {spec.shape} is too large to exist.")
     return dtype, spec.shape
 
 
@@ -75,7 +75,7 @@ def to_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous."""
     is_plain = tensor.dtype in _NUMPY_DTYPES and not tensor.requires_grad and tensor.is_contiguous()
     if is_plain and tensor.numel() and not tensor.is_neg():
-        # Each call below lets another thread take the interpreter's lock, and has to wait until that returns it.
+        # Each call below releases the interpreter's lock, and has to wait for it if another thread takes it.
         return tensor.numpy().data.cast("B")
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.

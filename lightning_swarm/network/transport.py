@@ -73,7 +73,7 @@ _FREE_BYTES: Final = SMALL_BYTES  # requests up to this length are not counted: 
 
 
 class CutOff(asyncio.Event):
-    """Is set when no peer can reach this peer any more, although this peer has not closed its transport."""
+    """Set when no other peer can reach this peer any more, although its transport was not closed."""
 
     reason: str = ""  # text for the user; empty until the event is set
 
@@ -224,8 +224,8 @@ class BaseTransport(Transport):
         """See `Transport`."""
         if self._gate is None:
             raise AccessDenied(
-                f"{self.peer_id} takes any peer, so none can be banned: `trust` is not 'invited' there. Start the "
-                "run again with `trust='invited'`."
+                f"{self.peer_id} accepts any peer, so it cannot ban one: its `trust` is not 'invited'. Start the run "
+                "again with `trust='invited'`."
             )
         self._gate.ban(signed)
 
@@ -238,8 +238,8 @@ class BaseTransport(Transport):
         """Answer `CERTIFY`: verify the caller's certificate, the `body`, and return this peer's own."""
         if self._gate is None:
             raise Untrusted(
-                f"{self.peer_id} takes any peer and has no certificate to show: `trust` is not 'invited' there, as it "
-                f"is at {caller}. Start both with the same `trust`, and with invitations of the same run."
+                f"{self.peer_id} accepts any peer and has no certificate to show: its `trust` is not 'invited', as "
+                f"that of {caller} is. Start both with the same `trust`, and with invitations of the same run."
             )
         try:
             self._gate.certify(caller, body)
@@ -287,6 +287,7 @@ class BaseTransport(Transport):
         """Carry a message with tensors to `peer` and the answer back, or raise `Unreachable`."""
 
     async def _serve_call(self, caller: PeerId, request: bytes, fixed: FixedHeader | None = None) -> bytes:
+        """Return the encoded answer to an encoded call; `fixed` is the call's header, if it was read already."""
         method, reserved_bytes = "", 0
         try:
             if len(request) > _FREE_BYTES:
@@ -302,7 +303,7 @@ class BaseTransport(Transport):
         finally:
             if reserved_bytes:
                 self._unadmitted_budget.release(caller, reserved_bytes)
-        # `method` is set once `_find` has admitted the request. Unless any peer may call it, the caller is certified.
+        # `method` is set only if `_handler_of` has accepted the caller. Unless the method is open, it is certified.
         account = caller if method and method not in OPEN_METHODS else self._account_of(caller)
         self.traffic.received_bytes[account, method] += len(request)
         self.traffic.sent_bytes[account, method] += len(answer)
@@ -322,7 +323,7 @@ class BaseTransport(Transport):
         return num_bytes
 
     def _check_size(self, caller: PeerId, num_bytes: int) -> None:
-        """Refuse a stranger's long message unread. The current gate decides, because a stream may outlive a gate."""
+        """Refuse a stranger's long message unread. Asks the current gate, because a stream may outlive a gate."""
         if self._gate is not None:
             self._gate.check_size(caller, num_bytes)
 
@@ -339,8 +340,8 @@ class BaseTransport(Transport):
         max_bytes = 0
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
             respond = partial(_answer_call, on_call, caller)
-        elif head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
-            on_stream, max_bytes, admit = entry
+        elif head.kind is Kind.STREAM and (registered := self._stream_handlers.get(head.method)):
+            on_stream, max_bytes, admit = registered
             if admit is not None:
                 admit(caller)
             hold = (self._unadmitted_budget if admit is None else self._budget).hold_of(caller)
@@ -362,7 +363,7 @@ class BaseTransport(Transport):
             answer = await served.respond(message)
         except SwarmError:
             raise
-        except Exception as error:  # becomes the error that another peer would receive
+        except Exception as error:  # raise the error that another peer would receive
             raise from_wire(*to_wire(error)) from error
         _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
         return answer
@@ -383,9 +384,8 @@ class BaseTransport(Transport):
         def find(head: Head) -> ServedMethod:
             if slot is not None:
                 slot.begin()
-            return self._handler_of(
-                caller, head, joins=not head.payload_bytes
-            )  # only requests without tensors are repeated
+            # Only requests without tensors are repeated.
+            return self._handler_of(caller, head, joins=not head.payload_bytes)
 
         def count(method: str, channel: Channel) -> None:
             if slot is not None and slot.num_busy:  # else no valid request came, so `find` was not called
@@ -394,11 +394,11 @@ class BaseTransport(Transport):
             known = method in self._call_handlers or method in self._stream_handlers
             self._count_traffic(self._account_of(caller), method if known else "", channel)
 
-        holding = self._unadmitted_budget.hold_of(caller)
+        reserve = self._unadmitted_budget.hold_of(caller)
 
         def hold(num_bytes: int) -> AbstractAsyncContextManager[None]:
             self._check_size(caller, num_bytes)
-            return holding(num_bytes)
+            return reserve(num_bytes)
 
         await serve(channel, find, count, idle_timeout=_IDLE_TIMEOUT_S, hold=hold)
 

@@ -170,7 +170,7 @@ def test_a_peer_without_certificate_is_not_asked(
 ) -> None:
     trust(world.a, credentials_of(world.a.id))
     with pytest.raises(
-        Untrusted, match=r"takes any peer and has no certificate to show.*Start both with the same `trust`"
+        Untrusted, match=r"accepts any peer and has no certificate to show.*Start both with the same `trust`"
     ):
         exchange(world)
     assert handled.calls == []

@@ -32,11 +32,11 @@ _NUM_ATTEMPTS: Final = 3
 PORT_PATIENCE_S = 10.0  # longest wait for a port that a killed peer may still hold
 _POLL_S: Final = 0.2
 _PAUSE_S: Final = 0.5
-_KNOWS_NOBODY: Final = "find any peer in table"  # a daemon's error until its first connection is in its table
-_NUM_LOOKS: Final = 20
-_LOOK_PAUSE_S: Final = 0.1
-_BOOTSTRAP: Final = "bootstrap peers"  # part of the daemon's last message if the initial peers failed, not the daemon
-_TAKEN: Final = "answers already"  # part of the error if a running peer has the same key
+_NO_PEERS_KNOWN: Final = "find any peer in table"  # part of a daemon's error until it has a connection
+_NUM_SEARCHES: Final = 20
+_SEARCH_PAUSE_S: Final = 0.1
+_PEERS_SILENT: Final = "bootstrap peers"  # part of the daemon's last message if only the initial peers failed
+_KEY_IN_USE: Final = "answers already"  # part of the error if a running peer has the same key
 _LOOPBACK: Final = HostPort("127.0.0.1", 0)
 
 
@@ -63,14 +63,14 @@ async def start(
     is_local = listen.is_loopback and all(HostPort(host_of([maddr]), 0).is_loopback for maddr in announce)
     identity = _identity(identity_path, is_local=is_local)
     with nullcontext(identity_path) if identity_path is not None else identity.temporary_file() as key_path:
-        known_as = identity.peer_id if identity_path is not None else None
-        p2p = await _start_daemon(listen.maddr, announce, str(key_path), known_as, initial_peers, startup_timeout)
+        existing_id = identity.peer_id if identity_path is not None else None
+        p2p = await _start_daemon(listen.maddr, announce, str(key_path), existing_id, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours, receive_bytes=receive_bytes)
     if certify is not None:
         transport.set_credentials(certify(transport.peer_id), rpcs)
     try:
         await transport.open()
-        # If a router does not route its outer address back inside, the check waits until its timeout, and passes.
+        # Behind a router that does not loop its own address back, the check waits for its timeout, and passes.
         await gather(_check_answers(transport, maddr) for maddr in announce)
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers, identity, is_local=is_local)
     except BaseException:
@@ -80,8 +80,8 @@ async def start(
 
 async def _check_answers(transport: HivemindTransport, maddr: str) -> None:
     """Refuse an announced address, ``/ip4/…/tcp/…``, at which another peer answers."""
-    there = Address.parse(f"{maddr}/p2p/{transport.peer_id}").host_port
-    there.check_answers_as(await transport.identify(maddr), transport.peer_id)
+    announced = Address.parse(f"{maddr}/p2p/{transport.peer_id}").host_port
+    announced.check_answers_as(await transport.identify(maddr), transport.peer_id)
 
 
 def _identity(path: str | None, *, is_local: bool) -> Identity:
@@ -89,15 +89,15 @@ def _identity(path: str | None, *, is_local: bool) -> Identity:
     identity = Identity.generate() if path is None else load_identity(Path(path))
     if not (identity.can_sign or is_local):
         raise ConfigError(
-            "`identity_path` must hold an Ed25519 key where other machines reach this peer, because they verify by its "
-            f"id what it announces; {path!r} holds an RSA key, of an earlier version. Move that file away: then a new "
-            "key is made, with another id."
+            "`identity_path` must hold an Ed25519 key if other machines reach this peer, because they verify its "
+            f"announcements by its id; {path!r} holds an RSA key, of an earlier version. Move that file away: then a "
+            "new key is made, with another id."
         )
     return identity
 
 
 async def _check_free(listen: HostPort) -> None:
-    """Refuse a port that stays in use: two daemons would share it, and each would get connections of the other."""
+    """Refuse a port that stays in use: two daemons would share it, and each would receive the other's connections."""
     # The daemon of a recently killed peer may still be ending.
     end_s = now_s() + PORT_PATIENCE_S
     while (error := listen_error(listen.host, listen.port)) is not None:
@@ -106,8 +106,8 @@ async def _check_free(listen: HostPort) -> None:
             continue
         raise ConfigError(
             f"`listen` must be an address of this machine and a free port, got {listen.host} and {listen.port}: "
-            f"{getattr(error, 'strerror', None) or error}. End what listens there, name another port, or none: then "
-            "the system finds one."
+            f"{getattr(error, 'strerror', None) or error}. End the process that listens there, or name another port; "
+            "without a port, the system chooses a free one."
         )
 
 
@@ -115,7 +115,7 @@ async def _start_daemon(
     listen: str,
     announce: Sequence[str],
     key_path: str,
-    known_as: PeerId | None,  # the id of an existing key, whose peer may be running; None: the key is new
+    existing_id: PeerId | None,  # the id of an existing key, whose peer may be running; None: the key is new
     initial_peers: Sequence[str],
     startup_timeout: float,
 ) -> P2P:
@@ -126,8 +126,8 @@ async def _start_daemon(
         try:
             # No relaying, hole punching or port mapping: peers are reached only at their announced addresses.
             with in_own_session():
-                if known_as is not None and initial_peers and await _is_running(known_as, initial_peers):
-                    raise P2PDaemonError(f"{known_as} {_TAKEN}")
+                if existing_id is not None and initial_peers and await _is_running(existing_id, initial_peers):
+                    raise P2PDaemonError(f"{existing_id} {_KEY_IN_USE}")
                 return await P2P.create(
                     initial_peers=list(initial_peers) or None,
                     host_maddrs=[listen],
@@ -141,29 +141,29 @@ async def _start_daemon(
                 )
         except (P2PDaemonError, OSError) as error:
             problem = error
-            if _BOOTSTRAP in str(error):
+            if _PEERS_SILENT in str(error):
                 _log.info("The initial peers did not answer (attempt %d of %d).", attempt, _NUM_ATTEMPTS)
                 _log.debug("In full: %s", error)
             else:
-                _log.warning("Not started yet (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
+                _log.warning("The libp2p daemon did not start (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
-    kind = InitialPeersSilent if _BOOTSTRAP in str(problem) else Unreachable
-    raise kind(_advice(str(problem), listen, initial_peers)) from problem
+    error_type = InitialPeersSilent if _PEERS_SILENT in str(problem) else Unreachable
+    raise error_type(_advice(str(problem), listen, initial_peers)) from problem
 
 
 async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
-    """Return whether the network of `initial_peers` finds a peer of this id, asked by a temporary second daemon."""
+    """Return whether a temporary second daemon finds a peer of this id in the network of `initial_peers`."""
     seeker = await P2P.create(
         initial_peers=list(initial_peers), dht_mode="client", auto_nat=False, nat_port_map=False, use_relay=False
     )
     try:
-        for _ in range(_NUM_LOOKS):
+        for _ in range(_NUM_SEARCHES):
             try:
                 await seeker._client.connect(PeerID.from_base58(peer), [])
             except ControlFailure as error:
-                if _KNOWS_NOBODY not in str(error):
+                if _NO_PEERS_KNOWN not in str(error):
                     return False
-                await asyncio.sleep(_LOOK_PAUSE_S)
+                await asyncio.sleep(_SEARCH_PAUSE_S)
             else:
                 return True
         return False
@@ -172,16 +172,16 @@ async def _is_running(peer: PeerId, initial_peers: Sequence[str]) -> bool:
 
 
 def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
-    if _TAKEN in problem:
+    if _KEY_IN_USE in problem:
         return (
             f"`identity_path` must name a key that no other running peer has ({problem}). End that peer, or name "
-            "another file: then a new key is made."
+            "another file for a new key."
         )
-    if _BOOTSTRAP in problem:
+    if _PEERS_SILENT in problem:
         return (
             f"`initial_peers` must run and be reachable from here, and none of {', '.join(initial_peers)} answered. "
-            "Copy address and id again from what that peer printed when it started, see whether it still runs, and ask "
-            "`lightning-swarm doctor --peer` what is in the way."
+            "Copy address and id again from the output of that peer, check that it still runs, and find the cause with "
+            "`lightning-swarm doctor --peer`."
         )
     return (
         f"The libp2p daemon did not start in {_NUM_ATTEMPTS} attempts: {problem}. Check that {listen} is free and an "

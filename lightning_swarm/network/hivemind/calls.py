@@ -20,18 +20,18 @@ from lightning_swarm.network.repeats import first_id_of
 from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel
 
 MAX_CALLS: Final = 4096
-"""Calls of one stream that are answered at once; for more, this peer is busy. A trainer may wait for as many results as
-a server holds calls (`Limits.max_pending_calls`), and ask for other things meanwhile."""
+"""Most calls of one stream that are answered at once; further calls get `Busy`. A trainer may wait for as many results
+as a server holds calls (`Limits.max_pending_calls`), and send other requests meanwhile."""
 
-_IDLE_S: Final = 30.0  # idle time after which a stream is closed; shorter than the other side's patience
-_PATIENCE_S: Final = 60.0  # idle time after which this peer closes a stream that another peer has opened
+_IDLE_S: Final = 30.0  # idle time after which the caller closes a stream; less than `_PATIENCE_S` of the other side
+_PATIENCE_S: Final = 60.0  # idle time after which the answering peer closes a stream
 _CALLS_PER_TURN: Final = 32  # calls read before other tasks of the loop run
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
-# Longest opening of a stream: longer than a peer may be silent, and shorter than the daemon's own timeout of a minute,
-# for which dead peers would block the openings of streams to other peers.
+# Time limit for opening a stream. It exceeds the time that a peer may be silent, but not the daemon's own timeout of a
+# minute, during which dead peers would keep this peer from opening streams to others.
 _OPENING_S: Final = 15.0
 _READ_BYTES: Final = 1 << 18
-_MAX_UNSENT_BYTES: Final = 16 << 20  # most unsent bytes for a peer; beyond, its stream is closed
+_MAX_UNSENT_BYTES: Final = 16 << 20  # most unsent bytes for a peer; with more, its stream is closed
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
@@ -43,7 +43,7 @@ class OutgoingCalls:
 
     _open_stream: Callable[[PeerId], Awaitable[Stream]]
     _spawn: Spawn  # runs a task while the transport is open
-    _patience_s: Callable[[PeerId], float]  # how long a peer may be silent while calls wait
+    _patience_s: Callable[[PeerId], float]  # seconds that a peer may be silent while calls wait
     _openings: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_OPENING))
     # peer -> the task that opens the stream, or has opened it
     _streams: dict[PeerId, asyncio.Task[_PeerStream]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class _PeerStream:
 
 
 class _IncomingMessages:
-    """Reads whole messages off a stream, in reads as large as possible, because each read costs a timer."""
+    """Splits a stream into whole messages. Reads as much as possible at once, because each read costs a timer."""
 
     def __init__(self, channel: Channel, refuse: Callable[[FixedHeader], bool] = lambda _: False) -> None:
         self._channel = channel
@@ -243,7 +243,7 @@ class IncomingCalls:
                     if self._tasks and not incoming.is_partial:  # the caller waits for answers
                         continue
                     return
-                if request:  # empty: it was refused unread, and answered by the error
+                if request:  # empty: the call was refused unread, and is answered already
                     await self._accept(head, request)
         except (OSError, EOFError, ProtocolError):
             return
@@ -252,7 +252,7 @@ class IncomingCalls:
             await cancel_and_wait(list(self._tasks.values()))  # cancels the handlers, because the caller hung up
 
     def _refuse(self, head: FixedHeader) -> bool:
-        """Return whether a call is refused unread, after answering it by the error."""
+        """Return whether `_check` refuses a call unread; then the error is sent as its answer."""
         if self._check is None:
             return False
         try:
@@ -265,17 +265,17 @@ class IncomingCalls:
         return False
 
     async def _accept(self, head: FixedHeader, request: bytes) -> None:
-        """Start to answer a call, or cancel one."""
+        """Start answering a call, or cancel a call in progress."""
         exchange_id = head.exchange_id
         if head.kind is Kind.CANCEL:
             if exchange_id in self._tasks:
                 self._tasks[exchange_id].cancel()
         elif exchange_id != first_id_of(exchange_id) and first_id_of(exchange_id) in self._tasks:
-            return  # a repeat of a call that is under way on this stream: the answer to the first request suffices
+            return  # a repeat of a call in progress on this stream, whose answer suffices
         elif exchange_id in self._tasks:
             raise ProtocolError(f"call {exchange_id} came twice")
         elif len(self._tasks) >= MAX_CALLS:  # waiting here would delay cancellations
-            busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
+            busy = Busy(f"at most {MAX_CALLS} calls of one peer are answered at once, and all of these are in use")
             await self._send(b"".join(framing.encode_error(exchange_id, busy)))
         else:
             self._tasks[exchange_id] = task = self._spawn(self._answer(head, request))

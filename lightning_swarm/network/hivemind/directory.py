@@ -63,7 +63,7 @@ class HivemindDirectory(Directory):
         except ValidationError as error:
             raise Unreachable(
                 "Peers must reach each other, and their clocks must agree; the initial peers "
-                f"({', '.join(initial_peers)}) say: {' '.join(str(error).split())}. "
+                f"({', '.join(initial_peers)}) report: {' '.join(str(error).split())}. "
                 "`lightning-swarm doctor --peer ADDRESS` compares clocks; else open this peer's port in its firewall "
                 "and set `listen` to an address that others reach."
             ) from error
@@ -74,7 +74,7 @@ class HivemindDirectory(Directory):
         check_record(key, value, ttl_s)
         self._check_open()
         expires_at = time.time() + ttl_s
-        # hivemind keeps the record that lives longest, so a new record must outlive the old.
+        # hivemind keeps the record that lives longest, so a new record must outlive its predecessor.
         # The record itself contains the real expiry.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
@@ -94,14 +94,14 @@ class HivemindDirectory(Directory):
         )
 
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
-        """See `Directory`. The nearest peers answer with the records that they have now."""
+        """See `Directory`. Asks the peers nearest to the key, because no peer caches records."""
         self._check_open()
         async with self._deadline(f"read {key!r}"):
-            found = await self._node.get(key, latest=True)
-        if found is None or not isinstance(found.value, dict):
+            stored = await self._node.get(key, latest=True)
+        if stored is None or not isinstance(stored.value, dict):
             return {}
         now_s = time.time()
-        values = {peer: unpack(record.value, now_s) for peer, record in found.value.items()}
+        values = {peer: unpack(record.value, now_s) for peer, record in stored.value.items()}
         return {PeerId(peer): value for peer, value in values.items() if isinstance(peer, str) and value is not None}
 
     async def close(self) -> None:

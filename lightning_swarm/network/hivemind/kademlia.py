@@ -32,7 +32,7 @@ _MAX_KEYS_IN_ALL: Final = 1024
 _MAX_PEER_BYTES: Final = 1 << 20  # limit of the records that one peer stored here, its own or passed on
 _MAX_BYTES_IN_ALL: Final = 16 << 20
 _RECORD_BYTES: Final = 256  # overhead of a record besides its value
-_MAX_NEIGHBOURS: Final = 64  # limit of an answer; a bucket has 20
+_MAX_NEIGHBOURS: Final = 64  # limit of one answer; hivemind's buckets have 20
 _MAX_NODES: Final = 4096  # limit of the routing table
 _NODE_ID_BYTES: Final = 20
 # Budget of one peer, in small requests. A search asks each peer once or twice. Costly operations count as several.
@@ -40,7 +40,7 @@ _REQUESTS_PER_S: Final = 32.0
 _BURST: Final = 512.0
 _BYTES_PER_REQUEST: Final = 16 << 10
 _RECORDS_PER_REQUEST: Final = 8
-_NODE_COST: Final = 64.0  # hivemind goes through all records, and may send some to the new node
+_NODE_COST: Final = 64.0  # hivemind reads all records for a new node, and may send some
 _MAX_CALLERS: Final = 1024
 _SWEEP_S: Final = 1.0
 
@@ -53,7 +53,7 @@ class RequestRates:
     _left: dict[Hashable, tuple[float, float]] = field(default_factory=dict)
 
     def charge(self, peer: Hashable, cost: float, now_s: float) -> None:
-        """Count a request, or refuse it with `Busy`."""
+        """Charge a peer for a request, or refuse the request with `Busy` and charge nothing."""
         left, at_s = self._left.pop(peer, (_BURST, now_s))
         left = min(_BURST, left + (now_s - at_s) * _REQUESTS_PER_S) - cost
         self._left[peer] = (left if left >= 0 else left + cost), now_s
@@ -79,11 +79,11 @@ class Quotas:
     def take(
         self, peer: Hashable, key: Hashable, subkey: Hashable, num_bytes: int, *, expires_at: float, now_s: float
     ) -> bool:
-        """Count a record in place of its predecessor. False: there is no room, and nothing has changed."""
+        """Count a record in place of its predecessor. False: there is no room for it, and nothing has changed."""
         num_bytes += _RECORD_BYTES
-        before = self._records.get((key, subkey), (None, 0, 0.0))
-        if not self._has_room(peer, key, num_bytes, before) and not (
-            self._sweep(now_s) and self._has_room(peer, key, num_bytes, before)
+        former = self._records.get((key, subkey), (None, 0, 0.0))
+        if not self._has_room(peer, key, num_bytes, former) and not (
+            self._sweep(now_s) and self._has_room(peer, key, num_bytes, former)
         ):
             return False
         self._forget(key, subkey)
@@ -97,24 +97,25 @@ class Quotas:
         """Return the bytes of all records under a key."""
         return self._by_key[key]
 
-    def _has_room(self, peer: Hashable, key: Hashable, num_bytes: int, before: tuple[Hashable, int, float]) -> bool:
-        """Return whether a peer's record under a key may replace the record `before`."""
-        former_peer, former_bytes, _ = before
-        more = num_bytes - former_bytes
-        more_of_peer = num_bytes - (former_bytes if former_peer == peer else 0)
+    def _has_room(self, peer: Hashable, key: Hashable, num_bytes: int, former: tuple[Hashable, int, float]) -> bool:
+        """Return whether there is room for a peer's record under a key in place of the `former` record."""
+        former_peer, former_bytes, _ = former
+        added_bytes = num_bytes - former_bytes
+        added_by_peer = num_bytes - (former_bytes if former_peer == peer else 0)
         return (
-            self._by_key[key] + more <= _MAX_KEY_BYTES
-            and self._by_peer[peer] + more_of_peer <= _MAX_PEER_BYTES
-            and self._num_bytes + more <= _MAX_BYTES_IN_ALL
+            self._by_key[key] + added_bytes <= _MAX_KEY_BYTES
+            and self._by_peer[peer] + added_by_peer <= _MAX_PEER_BYTES
+            and self._num_bytes + added_bytes <= _MAX_BYTES_IN_ALL
             and (key in self._by_key or len(self._by_key) < _MAX_KEYS_IN_ALL)
         )
 
     def _sweep(self, now_s: float) -> bool:
-        """Forget expired records, unless the last sweep was a moment ago; return whether it was done."""
+        """Forget expired records, unless the last sweep was a moment ago; return whether this sweep was done."""
         if now_s < self._swept_s + _SWEEP_S:
             return False
         self._swept_s = now_s
-        for key, subkey in [at for at, (_, _, expires_at) in self._records.items() if expires_at < now_s]:
+        expired = [key_and_subkey for key_and_subkey, (_, _, end_s) in self._records.items() if end_s < now_s]
+        for key, subkey in expired:
             self._forget(key, subkey)
         return True
 
@@ -122,10 +123,10 @@ class Quotas:
         peer, num_bytes, _ = self._records.pop((key, subkey), (None, 0, 0.0))
         if num_bytes:
             self._num_bytes -= num_bytes
-            for used, owner in ((self._by_key, key), (self._by_peer, peer)):
-                used[owner] -= num_bytes
-                if not used[owner]:
-                    del used[owner]
+            for counts, counted in ((self._by_key, key), (self._by_peer, peer)):
+                counts[counted] -= num_bytes
+                if not counts[counted]:
+                    del counts[counted]
 
 
 class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
@@ -143,7 +144,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        # It is the method's name on the wire, which hivemind makes from the name of the class.
+        # hivemind makes a method's name on the wire from the class's name, which differs from `DHTProtocol` here.
         return str(DHTProtocol._get_handle_name(namespace, method_name))
 
     # ------------------------------------------------------------------ requests of other peers
@@ -185,34 +186,34 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         self._rates.charge(context.remote_id, cost, time.time())
 
     def _store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires_at: float) -> bool:
-        """Store a record, or a dictionary of records; True if all were valid, newer than stored ones, and had room."""
+        """Store the record whose encoded subkey is `tag`, or a dictionary of records; False if any was not stored."""
         if tag == self.IS_DICTIONARY:
-            found = self.serializer.loads(value)
-            if not isinstance(found, DictionaryDHTValue):
+            dictionary = self.serializer.loads(value)
+            if not isinstance(dictionary, DictionaryDHTValue):
                 return False
-            records = [(subkey, *record) for subkey, record in found.data.items()]
+            records = [(subkey, *record) for subkey, record in dictionary.data.items()]
         else:
             records = [(self.serializer.loads(tag), value, expires_at)]
         # Charged before any record is verified, because verifying takes time, too.
         self._rates.charge(sender, len(records) / _RECORDS_PER_REQUEST, time.time())
-        stored = [self._store_one(sender, key, *record) for record in records]
+        stored = [self._store_record(sender, key, *record) for record in records]
         return all(stored)
 
-    def _store_one(self, sender: PeerID, key: bytes, subkey: object, value: bytes, expires_at: float) -> bool:
-        """Store a record; False if it is expired, older than the stored one, invalid or too large."""
+    def _store_record(self, sender: PeerID, key: bytes, subkey: object, value: bytes, expires_at: float) -> bool:
+        """Store a record; False if it has expired, is older than the stored record, is invalid, or finds no room."""
         key_id = DHTID.from_bytes(key)
-        held = self.storage.get(key_id)
-        before = held.value.get(subkey) if held is not None else None
+        stored_records = self.storage.get(key_id)
+        former = stored_records.value.get(subkey) if stored_records is not None else None
         now_s = time.time()
-        if expires_at < now_s or (before is not None and before.expiration_time >= expires_at):
+        if expires_at < now_s or (former is not None and former.expiration_time >= expires_at):
             return False
         if not self._is_valid(key, subkey, value, expires_at):
             return False
         if not self._quotas.take(sender, key_id, subkey, len(value), expires_at=expires_at, now_s=now_s):
             return False
         stored = bool(self.storage.store_subkey(key_id, subkey, value, expires_at))
-        _drop_ghosts(self.storage)
-        _drop_ghosts(self.storage.data[key_id].value)
+        _drop_stale_entries(self.storage)
+        _drop_stale_entries(self.storage.data[key_id].value)
         return stored
 
     def _is_valid(self, key: bytes, subkey: object, value: bytes, expires_at: float) -> bool:
@@ -239,7 +240,7 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
     # ------------------------------------------------------------------ answers of other peers
 
     async def call_store(self, *arguments: Any, **options: Any) -> list[bool] | None:
-        """See `DHTProtocol`. A refusal counts like no answer: hivemind asks another peer."""
+        """See `DHTProtocol`. A refusal is treated like no answer, so that hivemind asks another peer."""
         # hivemind uses the last of several answers, so one refusal would hide that other peers have stored the record.
         stored = await super().call_store(*arguments, **options)
         return list(stored) if stored is not None and any(stored) else None
@@ -283,12 +284,12 @@ def _check_node_id(node_id: bytes) -> None:
         raise ProtocolError(f"a node's id has {_NODE_ID_BYTES} bytes, got {len(node_id)}.")
 
 
-def _check_number(number: int, most: int, what: str) -> None:
+def _check_number(number: int, most: int, noun: str) -> None:
     if number > most:
-        raise ProtocolError(f"a message of the directory may have at most {most} {what}, got {number}.")
+        raise ProtocolError(f"a message of the directory may have at most {most} {noun}, got {number}.")
 
 
-def _drop_ghosts(storage: Any) -> None:
+def _drop_stale_entries(storage: Any) -> None:
     """Remove the entries that hivemind's storage leaves in its heap for each replaced record."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + 16:
         storage.expiration_heap = list(storage.key_to_heap.values())

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _CALLER: Final = b"caller"  # marks the secret that the caller sends
 _LISTENER: Final = b"listener"  # marks the secret that the caller receives
 _SECRET_BYTES: Final = 32  # length of a SHA-256 digest
-# magic, the caller's secret, lengths of the protocol's name and of the caller's id; then the name and the id
+# magic, the caller's secret, lengths of the protocol's name and of the caller's id; followed by the name and the id
 _GREETING: Final = struct.Struct(f"<4s{_SECRET_BYTES}sBB")
 _MAGIC: Final = b"LSWN"
 _MAX_GREETING: Final = 64  # connections whose peers are not known yet
@@ -48,7 +48,7 @@ class LocalPeers:
         self._serve = serve
         self._greeting_s = greeting_s  # seconds to wait for a greeting before using the daemon
         self._key = secrets.token_bytes(_SECRET_BYTES)
-        self._introductions: dict[PeerId, bytes] = {}  # peer -> both secrets, as it has answered `INTRODUCE`
+        self._introductions: dict[PeerId, bytes] = {}  # peer -> both secrets, from its answer to `INTRODUCE`
         self._greeting: set[asyncio.Task[Any]] = set()  # tasks of connections whose peers are not known yet
         self._server: asyncio.Server | None = None
 
@@ -92,7 +92,7 @@ class LocalPeers:
             self._introductions.pop(peer, None)  # the peer may have restarted, with another key
             if not isinstance(error, OSError | EOFError | SwarmError):
                 raise
-            _log.debug("%s is not reached past its daemon: %s", peer, error)
+            _log.debug("%s is reached only through its daemon: %s", peer, error)
             return None
         return Stream(reader, writer)
 
@@ -102,11 +102,11 @@ class LocalPeers:
         """Prove this peer's identity, and check the other peer's."""
         if peer not in self._introductions:
             self._introductions[peer] = await self._introduce(peer)
-        own, expected = self._introductions[peer][:_SECRET_BYTES], self._introductions[peer][_SECRET_BYTES:]
+        own_secret, expected = self._introductions[peer][:_SECRET_BYTES], self._introductions[peer][_SECRET_BYTES:]
         if len(expected) != _SECRET_BYTES:
-            raise ProtocolError(f"{peer} answered `{INTRODUCE}` by something else than two secrets.")
+            raise ProtocolError(f"{peer} answered `{INTRODUCE}` with something other than two secrets.")
         names = protocol.encode(), self._peer.encode()
-        writer.write(_GREETING.pack(_MAGIC, own, *map(len, names)) + b"".join(names))
+        writer.write(_GREETING.pack(_MAGIC, own_secret, *map(len, names)) + b"".join(names))
         if not hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), expected):
             raise ProtocolError(f"Another process than {peer} listens on that peer's socket.")
 
@@ -138,7 +138,7 @@ class LocalPeers:
             self._greeting.discard(task)
         caller = PeerId(name)
         if magic != _MAGIC or not hmac.compare_digest(secret, self._secret(_CALLER, caller)):
-            raise ProtocolError("it does not show the secret of a caller")
+            raise ProtocolError("it does not begin with the secret of its caller")
         return protocol, caller
 
     def _secret(self, end: bytes, caller: PeerId) -> bytes:

@@ -89,7 +89,7 @@ _dictionary_decoder = msgspec.msgpack.Decoder(tuple[float, float, _Records])  # 
 
 
 class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's serializer, limited to the directory's data: names, bytes, and dictionaries of records."""
+    """hivemind's serializer, restricted to the directory's data: names, bytes, and dictionaries of records."""
 
     # hivemind decodes any data: 1 KB of nested msgpack would end the process, and 4 MB of empty values block its loop.
     @classmethod
@@ -107,10 +107,10 @@ class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is
 def _to_dictionary(packed: msgspec.msgpack.Ext) -> DictionaryDHTValue:
     if packed.code != _DICTIONARY:
         raise ProtocolError(f"A dictionary of records is an extension of the kind {_DICTIONARY}, got {packed.code}.")
-    with DictionaryDHTValue().freeze() as found:
+    with DictionaryDHTValue().freeze() as dictionary:
         for subkey, value, expires_at in _dictionary_decoder.decode(packed.data)[2]:
-            found.store(subkey, value, expires_at)
-        return found
+            dictionary.store(subkey, value, expires_at)
+        return dictionary
 
 
 class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
@@ -119,7 +119,7 @@ class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is 
     def __init__(self, *, is_local: bool) -> None:
         # If no other machine reaches this peer, unsigned records of peers with RSA keys are accepted.
         self._is_local = is_local
-        # Digests of verified records, the latest last: each read brings the same records from several peers.
+        # Digests of verified records, the latest last: a read returns the same records from several peers.
         self._verified: dict[bytes, None] = {}
         self.num_refused = 0
 
@@ -130,8 +130,8 @@ class OwnRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is 
         self.num_refused += 1
         if self.num_refused & (self.num_refused - 1) == 0:  # logged at powers of two only
             _log.warning(
-                "Left out %d records of the directory so far: the peer under whose name they came did not sign them. "
-                "Peers of older versions do not sign; else a peer pretends to be another.",
+                "Ignored %d records of the directory so far, because the peers that they name did not sign them. "
+                "Either these peers run an older version, which does not sign, or another peer pretends to be them.",
                 self.num_refused,
             )
         return False

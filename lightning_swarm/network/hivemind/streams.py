@@ -24,17 +24,17 @@ _STAGING_BYTES: Final = 64 << 10
 class Inbox(asyncio.BufferedProtocol):
     """A `Reader` of a connected socket, whose protocol it becomes; it also tracks room for writing."""
 
-    # `arrived` are bytes that were read from the socket before; `ended`: the other side has hung up after them.
+    # `arrived`: bytes that were already read from the socket; `ended`: the other side hung up after these bytes.
     def __init__(self, transport: asyncio.Transport, arrived: bytes, *, ended: bool) -> None:
         self._transport = transport
         self._staging = memoryview(bytearray(max(_STAGING_BYTES, 2 * len(arrived))))
         self._start, self._stop = 0, len(arrived)  # bounds of the unread bytes in the staging memory
         self._staging[: self._stop] = arrived
         self._target: memoryview | None = None  # the rest of the memory to fill instead of the staging memory
-        self._seen: Callable[[memoryview], None] = _ignore
+        self._on_piece: Callable[[memoryview], None] = _ignore
         self._ended = ended
         self._problem: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the reader's wait for bytes
+        self._waiting: asyncio.Future[None] | None = None  # done once the reader need not wait any more
         self._full = False  # the staging memory is full, so the socket is not read
         self._room = asyncio.Event()  # not set while the transport has no room for writes
         self._room.set()
@@ -63,37 +63,37 @@ class Inbox(asyncio.BufferedProtocol):
             if self._start + n > len(self._staging):
                 self._make_room()
             await self._wait()
-        self._check()
+        self._raise_problem()
         return self._take(n)
 
     async def read(self, n: int, /) -> bytes:
         """See `Reader`."""
         while self._stop == self._start and not self._ended:
             await self._wait()
-        self._check()
+        self._raise_problem()
         return self._take(min(n, self._stop - self._start))
 
-    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+    async def fill(self, view: memoryview, on_piece: Callable[[memoryview], None], /) -> None:
         """See `Reader`."""
-        self._check()
+        self._raise_problem()
         if num_staged := min(len(view), self._stop - self._start):
             view[:num_staged] = self._staging[self._start : self._start + num_staged]
             self._skip(num_staged)
-            seen(view[:num_staged])
+            on_piece(view[:num_staged])
         if num_staged == len(view):
             return
-        self._target, self._seen = view[num_staged:], seen
+        self._target, self._on_piece = view[num_staged:], on_piece
         try:
             while self._target is not None:
                 if self._ended:
                     raise asyncio.IncompleteReadError(b"", len(self._target))
                 await self._wait()
         finally:
-            self._target, self._seen = None, _ignore
+            self._target, self._on_piece = None, _ignore
 
     async def drain(self) -> None:
         """Wait until all written bytes are sent."""
-        self._check()
+        self._raise_problem()
         await self._room.wait()
         if self._problem is not None or self._transport.is_closing():
             raise ConnectionResetError("it is closed") from self._problem
@@ -115,7 +115,7 @@ class Inbox(asyncio.BufferedProtocol):
             return
         piece, rest = self._target[:nbytes], self._target[nbytes:]
         self._target = rest if len(rest) else None
-        self._seen(piece)
+        self._on_piece(piece)
         if self._target is None:
             self._wake()
 
@@ -141,22 +141,22 @@ class Inbox(asyncio.BufferedProtocol):
         self._room.set()
 
     async def _wait(self) -> None:
-        """Wait until bytes have come for the reader, or the end."""
-        self._check()
+        """Wait until bytes have come for the reader, or the stream has ended."""
+        self._raise_problem()
         if self._waiting is not None:
-            raise RuntimeError("a stream is read by one at a time")
+            raise RuntimeError("only one task at a time may read a stream")
         self._waiting = asyncio.get_running_loop().create_future()
         try:
             await self._waiting
         finally:
             self._waiting = None
-        self._check()
+        self._raise_problem()
 
     def _wake(self) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    def _check(self) -> None:
+    def _raise_problem(self) -> None:
         if self._problem is not None:
             raise self._problem
 
@@ -188,7 +188,7 @@ def _ignore(_: memoryview) -> None:
 
 _MAX_OPEN: Final = 64  # streams at once, busy or idle; a request for one more waits
 _MAX_IDLE: Final = 32  # limit for one peer: a batch of 32 large microbatches uses as many at once, in each step
-_IDLE_S: Final = 30.0  # time after which an idle stream is closed; less than the other side's patience
+_IDLE_S: Final = 30.0  # time after which an idle stream is closed, before the other side closes it
 
 
 class Stream:
@@ -218,7 +218,7 @@ class Stream:
         await self._inbox.drain()
 
     def write_soon(self, buffer: Buffer) -> None:
-        """Send a buffer that does not change any more, without waiting."""
+        """Send a buffer without waiting. The buffer must not change any more."""
         if self._transport.is_closing():  # uvloop would raise an error that is no OSError
             raise ConnectionResetError("it is closed")
         self._transport.write(buffer)
@@ -246,7 +246,7 @@ class Stream:
 
 
 class Daemon:
-    """Requests to the libp2p daemon. hivemind's own client leaves them half-open when they fail or are cancelled."""
+    """Sends requests to the libp2p daemon; hivemind's client would leave failed and cancelled requests half-open."""
 
     def __init__(self, p2p: P2P) -> None:
         self._path: str = p2p.daemon_listen_maddr["unix"]
@@ -324,13 +324,13 @@ class StreamPool:
 
     def keep(self, peer: PeerId, stream: Stream) -> None:
         """Keep a leased stream, whose exchange is complete, for the next exchange."""
-        if sum(other == peer for other in self._idle.values()) < _MAX_IDLE:
+        if sum(idle_peer == peer for idle_peer in self._idle.values()) < _MAX_IDLE:
             self._idle[stream] = peer
             stream.expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._drop, stream)
 
     def hang_up(self, peer: PeerId | None = None) -> None:
         """Close the idle streams to a peer; None: to all peers. A leased stream is closed at the end of its lease."""
-        for stream in [stream for stream, other in self._idle.items() if peer in (None, other)]:
+        for stream in [stream for stream, idle_peer in self._idle.items() if peer in (None, idle_peer)]:
             self._drop(stream)
 
     async def _open(self, peer: PeerId) -> Stream:
@@ -341,7 +341,7 @@ class StreamPool:
 
     def _take_idle(self, peer: PeerId) -> Stream | None:
         # The newest stream first: it is the least likely to have ended.
-        for stream in [stream for stream, other in self._idle.items() if other == peer][::-1]:
+        for stream in [stream for stream, idle_peer in self._idle.items() if idle_peer == peer][::-1]:
             del self._idle[stream]
             if stream.expiry is not None:
                 stream.expiry.cancel()

@@ -34,22 +34,22 @@ _log = logging.getLogger(__name__)
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"
-# Open streams from one other peer, which uses one for calls, and briefly a few more while it replaces a broken one.
+# Most open streams from one other peer. It uses one for calls, and a few more while it replaces a broken stream.
 _MAX_STREAMS: Final = {_CALL: 4, _STREAM: 96}
 _MAX_STREAMS_IN_ALL: Final = 2048
-# Open streams from peers without a certificate, where one is required, and how long such streams may stay.
+# Most open streams from peers that have not shown a required certificate, and how long such streams may stay open.
 _STREAMS_PER_STRANGER: Final = 2
 _STREAMS_OF_ALL_STRANGERS: Final = 256  # members of a large run may return to a peer at once, each for a round trip
 _STRANGER_S: Final = 10.0
-_FAREWELL_S: Final = 1.0  # delay before hanging up on a peer that is cut off, so that it receives its refusals
+_FAREWELL_S: Final = 1.0  # delay before hanging up on a peer that was cut off, so that it receives the refusals
 _CONNECT_TIMEOUT_S: Final = 30.0
 _IDENTIFY_S: Final = 5.0
-_FOUND_ID: Final = re.compile(r"remote key matches (\w+)")
+_ACTUAL_ID: Final = re.compile(r"remote key matches (\w+)")
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 
 
 class HivemindTransport(BaseTransport):
-    """A peer's transport on libp2p, made by `start` of this package; it owns `p2p`, the client of the daemon."""
+    """A peer's transport on libp2p, made by this package's `start`. It owns `p2p`, the client of the daemon."""
 
     def __init__(self, p2p: P2P, *, silence_s: float, neighbours: bool, receive_bytes: int = MAX_STREAM_BYTES) -> None:
         super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s, receive_bytes=receive_bytes)
@@ -101,13 +101,13 @@ class HivemindTransport(BaseTransport):
     async def identify(self, address: str) -> PeerId | None:
         """See `Transport`."""
         # The encrypted handshake fails if the peer has another id, and the daemon's error contains the actual id.
-        nobody = Identity.generate().peer_id
+        unused_id = Identity.generate().peer_id
         try:
             async with asyncio.timeout(_IDENTIFY_S):
-                await self._daemon.connect(nobody, [address])
+                await self._daemon.connect(unused_id, [address])
         except (TimeoutError, Unreachable) as error:
-            if found := _FOUND_ID.search(str(error)):
-                return PeerId(found[1])
+            if match := _ACTUAL_ID.search(str(error)):
+                return PeerId(match[1])
         # The daemon does not dial the address where it listens. At an announced address, another peer may answer.
         is_own = f"{address}/p2p/{self.peer_id}" in await self.addresses()
         return self.peer_id if is_own else None
@@ -139,9 +139,9 @@ class HivemindTransport(BaseTransport):
         try:
             await asyncio.wait({exiting, reading}, return_when=asyncio.FIRST_COMPLETED)
             self.cut_off.reason = (
-                f"the libp2p daemon of this peer, process {self.daemon_pid}, has ended or answers no more, and without "
-                "it no peer reaches this one, so all others count it as gone. Find out why that process ended (the "
-                "kernel, short of memory?), then start this peer again."
+                f"the libp2p daemon of this peer, process {self.daemon_pid}, has ended or answers no more. Without it, "
+                "no other peer reaches this peer, so all others count it as gone. Find out why that process ended (out "
+                "of memory, for example), then start this peer again."
             )
             _log.error("%s", self.cut_off.reason)
             self._break_off()
@@ -178,8 +178,10 @@ class HivemindTransport(BaseTransport):
         self, peer: PeerId, method: str, message: Message, max_bytes: int, exchange_id: int
     ) -> Message:
         async with self._pool.lease(peer) as stream:
-            answer, fit = await self._ask_over_channel(stream.channel, peer, method, message, max_bytes, exchange_id)
-            if fit and not self.closed:
+            answer, is_reusable = await self._ask_over_channel(
+                stream.channel, peer, method, message, max_bytes, exchange_id
+            )
+            if is_reusable and not self.closed:
                 self._pool.keep(peer, stream)
             return answer
 
@@ -225,7 +227,7 @@ class HivemindTransport(BaseTransport):
         return slot
 
     def _end_stranger(self, slot: StreamSlot) -> None:
-        """Hang up on a peer that has shown no certificate in its time."""
+        """Hang up on a peer that has shown no certificate within `_STRANGER_S`."""
         if slot in self._strangers.of(slot.owner):
             self._strangers.close(slot)
             slot.hang_up()
@@ -241,7 +243,7 @@ class HivemindTransport(BaseTransport):
 
     @override
     def _on_cut_off(self, peer: PeerId) -> None:
-        """Also close the streams to the peer, and after a delay the streams from it."""
+        """Also close the streams to the peer and, after a delay, the streams from it."""
         super()._on_cut_off(peer)
         self._calls.hang_up(peer)
         self._pool.hang_up(peer)

@@ -116,8 +116,8 @@ def test_a_program_is_told_whom_to_join(
     ("arguments", "said"),
     [
         (["join", "train.py"], ["must be host:port/id", "got 'train.py'"]),
-        (["join", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
-        (["serve", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
+        (["join", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole address"]),
+        (["serve", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole address"]),
         (["join", HERE, "trian.py"], ["got 'trian.py', which is no file here. Check the path"]),
         (["join", HERE, "train.py", "--x"], ["with `strategy=SwarmStrategy(...)`, but train.py ended"]),
         (

@@ -49,7 +49,7 @@ def test_what_is_no_address_is_refused_with_the_form_of_one(text: str) -> None:
     with pytest.raises(ConfigError, match="must be host:port/id") as refusal:
         Address.parse(text)
     assert repr(text) in str(refusal.value)
-    assert "Copy the whole of it" in str(refusal.value)
+    assert "Copy the whole address" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

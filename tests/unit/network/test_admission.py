@@ -55,7 +55,10 @@ def test_who_finds_no_room_waits_for_it_and_not_for_ever(loop: VirtualLoop) -> N
     async def go() -> None:
         late = asyncio.create_task(hold(C, 90, 2.0, 100.0))
         await asyncio.gather(hold(A, 80, 0.0, 30.0), hold(B, 80, 1.0, 50.0), hold(A, 20, 2.0, 80.0))
-        with pytest.raises(Busy, match="90 bytes of c found no room within 60 s: it has 0 of 100 under way here, and"):
+        with pytest.raises(
+            Busy,
+            match="no room for 90 bytes of c within 60 s: this peer holds 0 of at most 100 bytes for that peer, and",
+        ):
             await late
 
     loop.run_until_complete(go())

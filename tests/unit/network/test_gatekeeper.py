@@ -154,7 +154,7 @@ def forgotten_meanwhile(served: MemoryTransport) -> None:
     ("change", "refusal", "text"),
     [
         (banned_meanwhile, AccessDenied, "served answers a no more: it was banned"),
-        (server_meanwhile, AccessDenied, "the certificate of a is of the role server"),
+        (server_meanwhile, AccessDenied, "the certificate of a has the role server"),
         (forgotten_meanwhile, Uncertified, "only peers with a certificate"),
     ],
 )

@@ -332,7 +332,7 @@ def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> Non
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as refusal:
             swarm({"listen": f"127.0.0.1:{port}"}, devices=1).fit(Net(), loader())
-    assert f"a free port, got 127.0.0.1 and {port}: Address already in use. End what listens there" in str(
+    assert f"a free port, got 127.0.0.1 and {port}: Address already in use. End the process that listens there" in str(
         refusal.value
     )
 
