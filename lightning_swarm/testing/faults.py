@@ -1,4 +1,4 @@
-"""Planned faults of a swarm under test: their kinds, their moments, and a count of how often each struck.
+"""Planned faults of a swarm under test: their kinds, the moments when they strike, and counts of their strikes.
 
 A `FaultPlan` only decides; `sabotage.py` carries it out, on the in-memory network and in real processes.
 """
@@ -19,16 +19,15 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import rpc
 
 Side = Literal["request", "answer", "arrived"]
-"""The request has arrived and is not handled yet; the answer is about to leave; the answer has arrived."""
+"""A request has arrived and is not handled yet; its answer is about to leave; its answer has arrived."""
 
 
 class Phase(enum.Enum):
     """The work that a peer is doing. ``X_DONE``: the work of ``X`` is done, and the answer is about to leave.
 
-    The caller and the answering peer are both in a request's phase, unless the comment on the phase names
-    the peers in parentheses.
-    A small result leaves together with the notice that it is ready. That message is in two phases at once, such as
-    ``FORWARD_DONE`` and ``SEND_OUTPUT``.
+    The caller and the answering peer are both in a phase, unless the comment on the phase names other peers in
+    parentheses. A small result leaves together with the notice that it is ready: such a message is in two phases at
+    once, for example ``FORWARD_DONE`` and ``SEND_OUTPUT``.
     """
 
     FORWARD = enum.auto()  # a microbatch's forward is requested and has not begun
@@ -37,7 +36,7 @@ class Phase(enum.Enum):
     SEND_OUTPUT = enum.auto()  # the output leaves for the next stage or the trainer (the server that has it)
     BACKWARD = enum.auto()
     BACKWARD_ACCEPTED = enum.auto()
-    BACKWARD_DONE = enum.auto()  # the gradient is added; the receipt is about to leave (the server)
+    BACKWARD_DONE = enum.auto()  # the gradient is added, and the receipt is about to leave (the server)
     RECEIPT_SEEN = enum.auto()  # the receipt has arrived (the server and the caller)
     SEND_GRADIENT = enum.auto()  # the input's gradient leaves for the stage before (the server that has it)
     CANCEL = enum.auto()
@@ -46,7 +45,7 @@ class Phase(enum.Enum):
     REPLAY_DONE = enum.auto()
     GRANT = enum.auto()  # a trainer asks for its batch's places in the step
     GRANT_DONE = enum.auto()
-    DONE = enum.auto()  # a trainer reports that its batch is through
+    DONE = enum.auto()  # a trainer reports that its batch is complete
     DONE_DONE = enum.auto()
     RECORD = enum.auto()  # a trainer asks for a record
     RECORD_DONE = enum.auto()
@@ -92,7 +91,7 @@ ANSWER_PHASES: Final = frozenset(
 
 # A phase is named after the work, and a method after the call. So the method FOLLOW, by which a joiner asks for a
 # stage's state, is in the phase DONATE, and the phase FOLLOW has the method NEXT.
-_METHODS: Final[Mapping[str, Phase]] = {
+_PHASE_BY_METHOD: Final[Mapping[str, Phase]] = {
     rpc.CANCEL.name: Phase.CANCEL,
     rpc.REPLAY.name: Phase.REPLAY,
     rpc.GRANT.name: Phase.GRANT,
@@ -126,10 +125,10 @@ _AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.r\d+\.\d+/average/(\d+)/(?:left/|
 class MessagePoint(msgspec.Struct, frozen=True, kw_only=True):
     """A message at one point of its exchange."""
 
-    phases: tuple[Phase, ...]  # empty if this point has no name
+    phases: tuple[Phase, ...]  # empty if no phase is defined here
     caller: PeerId
     peer: PeerId  # answers the request
-    doers: frozenset[PeerId]  # the peers that are in these phases
+    doers: frozenset[PeerId]  # peers that are in these phases, of the caller and the answering peer
     step: int | None = None
     stage: int | None = None
     microbatch: int | None = None
@@ -138,22 +137,23 @@ class MessagePoint(msgspec.Struct, frozen=True, kw_only=True):
 def read_message(
     caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None = None
 ) -> MessagePoint:
-    """Read a message's phases, peers and place from the control bodies of its request and, if known, its answer."""
+    """Read a message's phases, peers and position from the control bodies of its request and, if known, its answer."""
     both, holder = frozenset((caller, peer)), frozenset((peer,))
     if method in (rpc.WAIT.name, rpc.FETCH.name):
-        phases, place = _read_ticket(method, _fields(request).get("name"), side, answer)
+        phases, position = _read_ticket(method, _fields(request).get("name"), side, answer)
         doers = both if Phase.RECEIPT_SEEN in phases else holder
-        return MessagePoint(phases=phases, caller=caller, peer=peer, doers=doers, **place)
+        return MessagePoint(phases=phases, caller=caller, peer=peer, doers=doers, **position)
     phase = _request_phase(method, side)
-    place = {} if phase is None else _place(_fields(request))
-    return MessagePoint(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **place)
+    position = {} if phase is None else _read_position(_fields(request))
+    return MessagePoint(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **position)
 
 
 def _request_phase(method: str, side: Side) -> Phase | None:
+    """Return the phase of any other message; None if this point of its exchange has none."""
     if method in (rpc.FORWARD.name, rpc.BACKWARD.name):
         name = method.rpartition(".")[2].upper()
         return {"request": Phase[name], "answer": Phase[f"{name}_ACCEPTED"]}.get(side)
-    phase = _METHODS.get(method)
+    phase = _PHASE_BY_METHOD.get(method)
     if phase is None or side == "arrived":
         return None
     return phase if side == "request" else Phase[f"{phase.name}_DONE"]
@@ -162,16 +162,17 @@ def _request_phase(method: str, side: Side) -> Phase | None:
 def _read_ticket(
     method: str, name: object, side: Side, answer: bytes | None
 ) -> tuple[tuple[Phase, ...], dict[str, int]]:
+    """Read the phases and the position of a message that waits for a ticket's result, or fetches it."""
     reply = _fields(answer) if method == rpc.WAIT.name and answer is not None else {}
-    leaves = side == "answer" and (method == rpc.FETCH.name or reply.get("taken") is not None)
+    sends_tensors = side == "answer" and (method == rpc.FETCH.name or reply.get("taken") is not None)
     if match := _AVERAGING.fullmatch(str(name)):
-        return (_AVERAGING_PHASES[match[3]],) if leaves else (), {"step": int(match[1]), "stage": int(match[2])}
+        return (_AVERAGING_PHASES[match[3]],) if sends_tensors else (), {"step": int(match[1]), "stage": int(match[2])}
     match = _MICROBATCH.fullmatch(str(name))
     if match is None:
         return (), {}
     done, send = _RESULT_PHASES[match[4]]
     phases = [done] if side == "answer" and reply.get("ready") is True else []
-    phases += [send] if leaves else []
+    phases += [send] if sends_tensors else []
     if side == "arrived" and reply.get("ready") is True and match[4] == "backward":
         phases.append(Phase.RECEIPT_SEEN)
     return tuple(phases), {"step": int(match[1]), "microbatch": int(match[2]), "stage": int(match[3])}
@@ -186,14 +187,14 @@ def _fields(body: bytes) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _place(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Return the step, stage and microbatch that a message, or a record inside it, names."""
+def _read_position(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return the step, stage and microbatch that a message, or a record within it, names; outer values win."""
     records = [fields]
     for name in ("key", "record", "closing"):
         records += [record[name] for record in records if isinstance(record.get(name), dict)]
-    places = {"step": "step", "stage_index": "stage", "index": "microbatch"}
-    found = ((place, record.get(name)) for record in reversed(records) for name, place in places.items())
-    return {place: value for place, value in found if isinstance(value, int)}
+    names = {"step": "step", "stage_index": "stage", "index": "microbatch"}
+    values = ((names[name], record.get(name)) for record in reversed(records) for name in names)
+    return {name: value for name, value in values if isinstance(value, int)}
 
 
 Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corrupt", "partition"]
@@ -202,11 +203,11 @@ Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corru
 class Moment(TypedDict, total=False):
     """Conditions that narrow down when a fault strikes."""
 
-    of: str  # the peer that must be in the phase; default: the struck peer
+    of: str  # the peer that must be in the phase, by default the struck peer
     step: int
     stage: int
-    microbatch: int  # place in its batch, counted from 0
-    nth: int  # the first such message that is struck, counted from 1
+    microbatch: int  # index within its batch
+    nth: int  # the first message that is struck, counted from 1 among all that meet the other conditions
 
 
 class DidNotHappen(AssertionError):
@@ -219,12 +220,12 @@ class Fault:
 
     kind: Kind
     peer: PeerId | None  # the struck peer; None: the answering peer
-    at: Phase | None  # None: it strikes with any message
+    at: Phase | None  # None: any message
     when: Moment
-    for_s: float = 0.0  # its duration in seconds, for kinds that have one
+    for_s: float = 0.0  # duration in seconds, for kinds that have one
     times: int | None = 1  # maximum number of strikes; None: unlimited
     groups: tuple[frozenset[PeerId], ...] = ()  # groups of peers that a partition separates
-    fired: int = field(default=0, init=False)  # how often it has struck
+    fired: int = field(default=0, init=False)  # number of strikes
     _seen: int = field(default=0, init=False)  # messages that met all conditions but `nth`
 
     @property
@@ -255,7 +256,7 @@ class Fault:
     def __str__(self) -> str:
         at = self.at.name if self.at else "any message"
         where = "".join(f", {name} {value}" for name, value in self.when.items())
-        victim = " | ".join(" ".join(sorted(group)) for group in self.groups) or self.peer or "whoever answers"
+        victim = " | ".join(" ".join(sorted(group)) for group in self.groups) or self.peer or "the answering peer"
         return f"{self.kind} {victim} at {at}{where}"
 
 
@@ -270,7 +271,7 @@ class FaultPlan:
     - ``at``: a `Phase`. The caller and the answering peer are both in it, unless its comment names the peers.
     - ``of``, ``step``, ``stage``, ``microbatch``, ``nth``: see `Moment`.
 
-    A test must look at `fired` or call `check`, because a test whose faults did not strike has shown nothing.
+    A test must assert `fired` or call `check`, because a test whose faults did not strike has shown nothing.
     """
 
     def __init__(self) -> None:
@@ -287,7 +288,7 @@ class FaultPlan:
     def delay(
         self, peer: str | None, *, by_s: float, at: Phase | None = None, times: int | None = 1, **when: Unpack[Moment]
     ) -> Self:
-        """Delay messages. Without `at` and with `times=None`, all of the peer's messages: it becomes a slow peer."""
+        """Delay messages. Without `at`, and with `times=None`, all of the peer's messages are slow."""
         return self._add("delay", peer, at, when, for_s=by_s, times=times)
 
     def drop(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
@@ -299,7 +300,9 @@ class FaultPlan:
     ) -> Self:
         """Deliver a request once more, `again_after_s` seconds after it was answered."""
         if at in ANSWER_PHASES:
-            raise ConfigError(f"requests come twice, and {at.name} is when an answer leaves. Choose a request's phase.")
+            raise ConfigError(
+                f"only requests can be duplicated, and {at.name} has an answer. Choose a request's phase."
+            )
         return self._add("duplicate", peer, at, when, for_s=again_after_s, times=times)
 
     def corrupt(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
@@ -309,7 +312,7 @@ class FaultPlan:
     def partition(self, *groups: Collection[str], for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
         """Block messages between groups of peers for a time; a peer in no group reaches all. In memory only."""
         if len(groups) < 2:
-            raise ConfigError(f"a partition parts at least two groups of peers, got {groups}. Name both sides.")
+            raise ConfigError(f"a partition must separate at least two groups of peers, got {groups}. Name both sides.")
         sides = tuple(frozenset(map(PeerId, group)) for group in groups)
         return self._add("partition", None, at, when, for_s=for_s, groups=sides)
 
@@ -318,8 +321,8 @@ class FaultPlan:
         fault = Fault(kind=kind, peer=None if peer is None else PeerId(peer), at=at, when=when, **options)
         if when.get("nth", 1) < 1 or fault.for_s < 0.0 or (fault.times is not None and fault.times < 1):
             raise ConfigError(
-                f"`nth` and `times` count from 1, and no time is negative, got {dict(when)}, times={fault.times}, "
-                f"{fault.for_s} s"
+                f"`nth` and `times` count from 1, and a duration must not be negative, got {dict(when)}, "
+                f"times={fault.times}, {fault.for_s} s"
             )
         self.faults.append(fault)
         return self

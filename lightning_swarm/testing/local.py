@@ -98,12 +98,12 @@ class InMemoryStrategy(_SwarmStrategy):
         self.network: MemoryNetwork | None = None
         self.peers: list[Peer] = []
         self.servers: list[Server] = []  # servers of the last run, in the order of their peers
-        self.refusals: list[SwarmError] = []  # errors that kept servers from joining, or ended them
+        self.refusals: list[SwarmError] = []  # errors that kept servers from joining, or ended their part in the run
         self._copies: list[LightningModule] = []  # models of the peers after the first
         self._original: LightningModule | None = None  # the model before the run, for peers that join later
         self._side_tasks = TaskOwner()  # tasks beside the run, such as servers that join
         self._shared_loop: VirtualLoop | None = None
-        self._ending_tasks: list[asyncio.Task[None]] = []  # they end the servers of killed peers
+        self._ending_tasks: list[asyncio.Task[None]] = []  # close the servers of killed peers
 
     @property
     def virtual_loop(self) -> VirtualLoop:
@@ -114,7 +114,7 @@ class InMemoryStrategy(_SwarmStrategy):
     @property
     @override
     def is_plain(self) -> bool:
-        return False  # a test that asks for a swarm gets one
+        return False  # a test always gets a swarm, even for a model that one machine could train plainly
 
     @override
     def _configure_launcher(self) -> None:
@@ -147,31 +147,31 @@ class InMemoryStrategy(_SwarmStrategy):
 
     @override
     def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
-        # Peers that joined during the run have no copy here. After a rollback they serve already.
+        # Peers that joined during the run have no copy here; after a rollback they serve already.
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
-            if peer.server is None:  # otherwise the run rolled back, and the peer serves already
+            if peer.server is None:  # otherwise the peer has served since before a rollback
                 peer.serve(self._copied_model(module, trainer))
-                if self.config.settings.rebalancing != "none":  # a peer that is sent to another stage has to move
+                if self.config.settings.rebalancing != "none":  # the peer may have to move to another stage
                     peer.runtime.run(self.spawn(self._serve_run(peer)))
         session = super().start_run(trainer, model, selection)
         self.servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 
     def join(self, module: LightningModule | None = None) -> Server:
-        """Start one more server, which joins the run with one of its next records, with its own model or `module`."""
-        peer, model = self._newcomer(module)
+        """Start one more server, which a later record admits, with a copy of `module` or of the initial model."""
+        peer, model = self._make_newcomer(module)
         return peer.runtime.run(self._enter(peer, model))
 
     async def add_server(self, microbatch_s: float, link: SimulatedLink) -> PeerId:
-        """Like `join`, on the loop, with a server that takes `microbatch_s` for a microbatch; returns its peer's id."""
+        """Like `join`, but on the loop, with a server of this pace and link; return its peer's id."""
         self._links[_name(len(self.peers))] = link
-        peer, model = self._newcomer()
+        peer, model = self._make_newcomer()
         self.set_pace(peer.transport.peer_id, microbatch_s)
         await self._enter(peer, model)
         return peer.transport.peer_id
 
     def set_pace(self, peer_id: PeerId, microbatch_s: float) -> None:
-        """Set the seconds that a peer's microbatches take from now on."""
+        """Set the seconds that a peer takes for a microbatch from now on."""
         number = [peer.transport.peer_id for peer in self.peers].index(peer_id)
         self.microbatch_s += self.microbatch_s[-1:] * (len(self.peers) - len(self.microbatch_s))
         self.microbatch_s[number] = microbatch_s
@@ -193,8 +193,8 @@ class InMemoryStrategy(_SwarmStrategy):
         await self.spawn(self._serve_run(peer))
         return peer.server
 
-    def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, PeerModel]:
-        """Make one more peer, and its model, a copy of `module` or of the model before the run."""
+    def _make_newcomer(self, module: LightningModule | None = None) -> tuple[Peer, PeerModel]:
+        """Make one more peer, and its model: a copy of `module`, or of the model before the run."""
         assert self._original is not None
         assert self.lightning_module is not None
         peer = self._peer(len(self.peers))
@@ -216,14 +216,14 @@ class InMemoryStrategy(_SwarmStrategy):
     def _copied_model(self, module: LightningModule, trainer: Trainer) -> PeerModel:
         """Set up a copy of the model as another process would, with NaN in every parameter."""
         module.trainer = trainer
-        # Other processes would draw from their own generators, and not from this one's.
+        # Other processes would draw random numbers from their own generators.
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.is_floating_point():
-                    parameter.fill_(float("nan"))  # reveals a weight that the starter did not send
+                    parameter.fill_(float("nan"))  # reveals weights that the starter did not send
         return model_setup.served_model(self, module)
 
     @override
@@ -242,6 +242,7 @@ class InMemoryStrategy(_SwarmStrategy):
                 self._shared_loop = None
 
     def _peer(self, number: int) -> Peer:
+        """Make the peer of this number, on the in-memory network."""
         assert self.network is not None
         assert self._shared_loop is not None
         runtime = InlineRuntime(self._shared_loop)
@@ -260,6 +261,8 @@ class InMemoryStrategy(_SwarmStrategy):
 
 
 class _InlineLauncher(_Launcher):
+    """Runs a Trainer's call in this thread."""
+
     def __init__(self, strategy: InMemoryStrategy) -> None:
         super().__init__()
         self._strategy = strategy
@@ -287,7 +290,7 @@ def _name(number: int) -> PeerId:
 
 
 async def _end(server: Server) -> None:
-    with contextlib.suppress(Exception):  # the server, cut off in the middle of its work, may fail
+    with contextlib.suppress(Exception):  # closing may fail, because the peer was killed during its work
         await server.close()
 
 
@@ -316,7 +319,7 @@ class LocalSwarm:
     faults: FaultPlan
     unlike: Mapping[str, UnlikeMachine]
     settings: Mapping[str, Any]
-    strategies: list[InMemoryStrategy] = field(default_factory=list, init=False)  # of the Trainers made so far
+    strategies: list[InMemoryStrategy] = field(default_factory=list, init=False)  # one for each Trainer made so far
 
     def trainer(self, **arguments: Any) -> Trainer:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""

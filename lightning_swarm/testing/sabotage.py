@@ -1,6 +1,7 @@
-"""Carries out a `FaultPlan`: faults of messages directly, and faults of peers through their `InMemoryVictims`.
+"""Carries out a `FaultPlan`: applies faults of messages, and strikes peers.
 
-In real processes, `_OwnProcess` is the victim: a process strikes itself by signals.
+Peers of an in-memory network are struck through `InMemoryVictims`. A real process strikes itself, by signals, through
+`_OwnProcess`.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ class Saboteur:
         plan: FaultPlan,
         victims: InMemoryVictims | _OwnProcess,  # the peers that faults strike
         *,
-        struck: Callable[[Fault, MessagePoint], None] = lambda *_: None,  # called before a fault strikes
+        before_strike: Callable[[Fault, MessagePoint], None] = lambda *_: None,
         names: Mapping[PeerId, PeerId] = MappingProxyType({}),  # peer id -> name in the plan, where they differ
     ) -> None:
         self._plan = plan
         self._victims = victims
-        self._struck = struck
+        self._before_strike = before_strike
         self._names = names
-        self._duplicates: set[asyncio.Task[Message]] = set()  # deliveries of repeated requests
+        self._duplicates: set[asyncio.Task[Message]] = set()  # tasks that deliver requests once more
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder) -> Responder:
-        """Return a function that answers `peer`'s requests, with faults, in place of `respond`."""
+        """Return a function that answers a request as `respond` does, and applies the faults planned for it."""
 
         async def tapped(message: Message) -> Message:
             def point(side: Side, answer: bytes | None = None) -> MessagePoint:
@@ -87,7 +88,7 @@ class Saboteur:
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, answer: bytes | None, is_answer: bool
     ) -> bool:
-        """Return whether this message arrives with one bit flipped."""
+        """Return whether a planned fault flips one bit of this message, and count its strike."""
         side: Side = "answer" if is_answer else "request"
         message = self._read(caller, peer, method, request, side=side, answer=answer)
         return bool(self._reported(self._plan.strike(message, _BYTE_FAULTS), message))
@@ -103,14 +104,15 @@ class Saboteur:
 
         With `has_arrived` the answer is at the caller already, so it counts even if the answering peer is killed now.
         """
-        if hits := self._reported(self._plan.strike(message, _PEER_FAULTS), message):
-            for fault in hits:
-                self._victims.hit(fault, fault.peer or message.peer)
+        if faults := self._reported(self._plan.strike(message, _PEER_FAULTS), message):
+            for fault in faults:
+                self._victims.strike(fault, fault.peer or message.peer)
             await asyncio.sleep(0)  # let the cancelled tasks of a killed peer end
-            if not self._victims.is_live(here := message.caller if has_arrived else message.peer):
-                raise Unreachable(f"{here} was killed")
+            running = message.caller if has_arrived else message.peer  # the peer whose task this is
+            if not self._victims.is_live(running):
+                raise Unreachable(f"{running} was killed")
         if message.caller == message.peer:
-            return []  # not sent over a wire
+            return []  # a peer's message to itself is not sent over a wire
         duplicates = []
         for fault in self._reported(self._plan.strike(message, _MESSAGE_FAULTS), message):
             if fault.kind == "delay":
@@ -141,7 +143,7 @@ class Saboteur:
         """Log and report faults that are about to strike, and return them."""
         for fault in faults:
             _log.info("%s: %s", fault, message)
-            self._struck(fault, message)
+            self._before_strike(fault, message)
         return faults
 
 
@@ -159,12 +161,12 @@ class InMemoryVictims:
         """Return False once the peer was killed."""
         return self.network.is_live(peer)
 
-    def hit(self, fault: Fault, peer: PeerId) -> None:
+    def strike(self, fault: Fault, peer: PeerId) -> None:
         """Kill or freeze a peer, or partition the network."""
         later = asyncio.get_running_loop().call_later
         if fault.kind == "partition":
-            for group, other in itertools.combinations(fault.groups, 2):
-                for pair in itertools.product(sorted(group), sorted(other)):
+            for group_a, group_b in itertools.combinations(fault.groups, 2):
+                for pair in itertools.product(sorted(group_a), sorted(group_b)):
                     self.network.cut(*pair)
                     later(fault.for_s, self.network.mend, *pair)
         elif fault.kind == "freeze":
@@ -176,7 +178,7 @@ class InMemoryVictims:
 
 
 def sabotage(network: MemoryNetwork, plan: FaultPlan, *, killed: Callable[[PeerId], None] = lambda _: None) -> None:
-    """Carry out a plan's faults on an in-memory network; `killed` must end the tasks that stand for the process."""
+    """Carry out a plan's faults on an in-memory network; `killed` must end the tasks of a killed peer."""
     network.attach_tap(Saboteur(plan, InMemoryVictims(network, killed)))
 
 
@@ -184,12 +186,12 @@ def sabotage(network: MemoryNetwork, plan: FaultPlan, *, killed: Callable[[PeerI
 
 
 class _OwnProcess:
-    """The peers of this process: only the process itself."""
+    """The peer of this process."""
 
     def is_live(self, peer: PeerId) -> bool:
         return True
 
-    def hit(self, fault: Fault, peer: PeerId) -> None:
+    def strike(self, fault: Fault, peer: PeerId) -> None:
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
             return
@@ -201,7 +203,7 @@ class _OwnProcess:
 def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: Path) -> None:
     """Carry out the faults of a swarm's plan that strike this process, which the plan calls `name`.
 
-    A line for each fault is appended to the file `fired` before it strikes, because a killed process cannot report it.
+    Each fault appends a line to the file `fired` before it strikes, because a killed process cannot report it.
     """
     for fault in plan.faults:
         if (
@@ -221,7 +223,7 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
     own_plan = FaultPlan()
     own_plan.faults = [fault for fault in plan.faults if fault.peer == name]
     assert isinstance(transport, BaseTransport)
-    transport.tap = Saboteur(own_plan, _OwnProcess(), struck=write, names={transport.peer_id: PeerId(name)})
+    transport.tap = Saboteur(own_plan, _OwnProcess(), before_strike=write, names={transport.peer_id: PeerId(name)})
 
 
 class FaultySwarmStrategy(SwarmStrategy):
@@ -275,4 +277,4 @@ class FaultySwarmStrategy(SwarmStrategy):
         strike_in_process(self.peer.transport, self._faults, name, self._fired)
         if self._modify_peer is not None:
             self._modify_peer(self.peer, PeerId(name))
-            self._modify_peer = None  # a run that rolls back starts with the same peer
+            self._modify_peer = None  # after a rollback, the run starts with the same peer

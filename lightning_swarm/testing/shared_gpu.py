@@ -13,7 +13,7 @@ class SharedGPU(CUDAAccelerator):
     """The first CUDA GPU as each of the Trainer's ``devices``; Lightning itself requires a GPU for each.
 
     ``Trainer(accelerator=SharedGPU(), devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on one card,
-    to try a swarm. They share its memory and compute in turn, so a swarm on one card is not faster than one peer.
+    to try a swarm. They share its memory and take turns to compute, so this is not faster than one peer.
 
     Raises:
         ConfigError: ``devices`` is not a number of peers.
@@ -26,7 +26,7 @@ class SharedGPU(CUDAAccelerator):
         text = str(devices)
         if not text.isdecimal() or int(text) < 1:
             raise ConfigError(
-                f"`devices` must be the number of peers on the GPU, got {devices!r}. Give a whole number from 1 on."
+                f"`devices` must be the number of peers on the GPU, got {devices!r}. Use an integer of at least 1."
             )
         return [0] * int(text)
 

@@ -1,4 +1,4 @@
-"""A simulated machine of another kind, whose server rounds differently and reports its kind."""
+"""A simulated machine of another kind: its server rounds differently, and reports another kind."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from lightning_swarm.testing.wrapping import on_new_server, wrap
 
 _T = TypeVar("_T")
 
-_SINGLE: Final = frozenset(("add", "sub", "rsub", "mul", "div", "sqrt"))  # operations that IEEE 754 defines to the bit
-# Operations that copy numbers, or split them exactly.
-_LOOKED_UP: Final = frozenset(("aten::embedding", "aten::frexp", "aten::_pin_memory"))
+_SINGLE_ROUNDING: Final = frozenset(("add", "sub", "rsub", "mul", "div", "sqrt"))  # IEEE 754 defines them exactly
+# Operations that copy numbers, or split numbers exactly.
+_COPYING: Final = frozenset(("aten::embedding", "aten::frexp", "aten::_pin_memory"))
 _PRODUCTS: Final = frozenset(("aten::mm", "aten::bmm", "aten::matmul"))
-_MAX_WHOLE: Final = 2.0**53  # bound on whole numbers that float64 holds exactly
+_MAX_INTEGER: Final = 2.0**53  # below it, float64 represents all integers exactly
 _BITS: Final = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
@@ -43,17 +43,17 @@ class UnlikeMachine:
 
     ``local_swarm(2, unlike={"peer-1": UnlikeMachine()})``
 
-    Each result of a kernel with several roundings is moved by up to `ulps` units in the last place. The move follows
-    from the number and the seed, so the machine repeats its own results. Copies, comparisons and single operations of
-    IEEE 754 (sum of two numbers, difference, product, quotient, square root) stay as they are, as on real machines of
-    any kind. So do products of matrices of whole numbers that float64 holds exactly.
+    Each result of a kernel with several roundings is moved by up to `ulps` units in the last place. The move depends
+    only on the number and the seed, so the machine repeats its own results. Copies, comparisons and single operations
+    of IEEE 754 (sum of two numbers, difference, product, quotient, square root) are not changed, because real machines
+    of all kinds agree on them. For the same reason, exact products of matrices of integers in float64 are not changed.
 
     Args:
         ulps: The largest move, in units in the last place.
         seed: Machines of the same seed and `ulps` are of one kind.
 
     Attributes:
-        num_moved: Numbers that were moved. A test whose machine moved none has shown nothing.
+        num_moved: Count of moved numbers. A test whose machine moved no number has shown nothing.
     """
 
     def __init__(self, ulps: int = 1, seed: int = 0) -> None:
@@ -75,18 +75,18 @@ class UnlikeMachine:
     def watch(self, peer: Peer) -> None:
         """Make a peer compute as this machine; call this before the peer serves."""
 
-        async def start(honest: Callable[..., Awaitable[None]], model: PeerModel) -> None:
+        async def start(original: Callable[..., Awaitable[None]], model: PeerModel) -> None:
             _report_kind(self.arithmetic, model)
-            await honest(model)
+            await original(model)
 
         def be_unlike(server: Server) -> None:
             _report_kind(self.arithmetic, server.steps.sums)
             wrap(server._executor, "submit", submit)
 
-        def submit(honest: Callable[..., Any], priority: Priority, run: Callable[[], Any]) -> Any:
-            return honest(priority, lambda: self.compute(run))
+        def submit(original: Callable[..., Any], priority: Priority, run: Callable[[], Any]) -> Any:
+            return original(priority, lambda: self.compute(run))
 
-        wrap(peer._host, "start", start)  # called with each model: a rollback brings another
+        wrap(peer._host, "start", start)  # called with each model, of which a rollback may bring another
         on_new_server(peer, be_unlike)
 
 
@@ -102,11 +102,11 @@ class _OtherRounding(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        found = func(*args, **kwargs)
-        if not _is_repeated(func, kwargs) and not _is_whole(func._schema.name, args, found):
-            for tensor in _results(func, args, kwargs, found):
+        result = func(*args, **kwargs)
+        if not _gives_equal_bits(func, kwargs) and not _is_exact_product(func._schema.name, args, result):
+            for tensor in _float_results(func, args, kwargs, result):
                 self._move(tensor)
-        return found
+        return result
 
     def _move(self, tensor: Tensor) -> None:
         """Move each number by up to `ulps` units in the last place, by a hash of its bits and the seed."""
@@ -124,40 +124,41 @@ class _OtherRounding(TorchDispatchMode):
 
 def check_moved(machines: Mapping[str, UnlikeMachine]) -> None:
     """Raise `DidNotHappen` if any machines rounded nothing differently, and name their peers."""
-    if alike := [peer for peer, machine in machines.items() if not machine.num_moved]:
-        raise DidNotHappen(f"These unlike machines rounded nothing differently: {', '.join(alike)}.")
+    if peers := [peer for peer, machine in machines.items() if not machine.num_moved]:
+        raise DidNotHappen(f"These unlike machines rounded nothing differently: {', '.join(peers)}.")
 
 
-def _is_repeated(func: Any, kwargs: Mapping[str, Any]) -> bool:
+def _gives_equal_bits(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation gives the same bits on machines of all kinds."""
     schema = func._schema
     space, _, name = schema.name.partition("::")
-    if is_exact(schema.name) or schema.name in _LOOKED_UP or torch.Tag.nondeterministic_seeded in func.tags:
+    if is_exact(schema.name) or schema.name in _COPYING or torch.Tag.nondeterministic_seeded in func.tags:
         return True
-    if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
+    if any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns):
         return True  # a view
     name = name.removesuffix("_").removeprefix("_foreach_")
-    # With `alpha` or a rounding mode, the operation is more than one of IEEE 754.
+    # With `alpha` or a rounding mode, the operation rounds more than once.
     plain = kwargs.get("alpha", 1) == 1 and kwargs.get("rounding_mode") is None
-    return space == "aten" and name in _SINGLE and plain
+    return space == "aten" and name in _SINGLE_ROUNDING and plain
 
 
-def _is_whole(name: str, args: Sequence[Any], product: Any) -> bool:
-    """Return whether a product is of whole numbers, whose sum is exact in any order."""
+def _is_exact_product(name: str, args: Sequence[Any], product: Any) -> bool:
+    """Return whether a matrix product is exact, because it multiplies integers and its sums stay exact."""
     if name not in _PRODUCTS or product.dtype != torch.float64:
         return False
     left, right = args
     largest = left.abs() @ right.abs()
-    return all(bool((one == one.round()).all()) for one in (left, right)) and bool((largest < _MAX_WHOLE).all())
+    is_integer = all(bool((factor == factor.round()).all()) for factor in (left, right))
+    return is_integer and bool((largest < _MAX_INTEGER).all())
 
 
-def _results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> Iterable[Tensor]:
+def _float_results(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterable[Tensor]:
     """Return the float tensors that an operation returned or wrote to, each once."""
-    both = tree_leaves((found, written_tensors(func, args, kwargs)))
-    return {id(one): one for one in both if isinstance(one, Tensor) and one.dtype in _BITS}.values()
+    leaves = tree_leaves((result, written_tensors(func, args, kwargs)))
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in _BITS}.values()
 
 
 def _report_kind(kind: str, reporter: PeerModel | GradientSums) -> None:
-    """Make an object report this kind of machine, by a subclass whose `arithmetic` is `kind`."""
-    own = type(reporter)
-    reporter.__class__ = type(own.__name__, (own,), {"arithmetic": property(lambda _: kind)})
+    """Make an object report this kind of machine, by changing its class to a subclass with this `arithmetic`."""
+    original = type(reporter)
+    reporter.__class__ = type(original.__name__, (original,), {"arithmetic": property(lambda _: kind)})

@@ -293,7 +293,7 @@ class _Watchman(Saboteur):
         struck: Callable[[Fault, MessagePoint], None],
         look: Callable[[MessagePoint], None],
     ) -> None:
-        super().__init__(plan, victims, struck=struck)
+        super().__init__(plan, victims, before_strike=struck)
         self._look = look
 
     @override

@@ -119,7 +119,7 @@ def test_a_fault_strikes_at_its_moment_and_no_other() -> None:
 
 
 def test_what_cannot_happen_is_refused() -> None:
-    with pytest.raises(ConfigError, match="when an answer leaves"):
+    with pytest.raises(ConfigError, match="only requests can be duplicated"):
         FaultPlan().duplicate("a", at=Phase.APPLY_DONE)
     with pytest.raises(ConfigError, match="both sides"):
         FaultPlan().partition("a", for_s=1.0, at=Phase.APPLY)
