@@ -11,12 +11,12 @@ from typing_extensions import override
 
 from lightning_swarm.server.averaging import all_reduce
 from lightning_swarm.server.averaging.all_reduce import (
-    AS_THEY_ARE,
+    UNENCODED,
     AveragingResult,
     AveragingState,
     Compute,
     Group,
-    GroupParts,
+    PartEncoder,
     squared_norm,
 )
 from lightning_swarm.server.averaging.powersgd import LowRank
@@ -32,7 +32,7 @@ class Averager(ABC):
         """Sum all peers' vectors and carried errors, and divide once by the weight; see `all_reduce.average`."""
 
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        """Fetch a round's mean for a peer outside of it, with its first averaging state; `like` has the sums' form."""
+        """Fetch a round's mean for a peer outside of it, and make the peer's first state; see `all_reduce.collect`."""
         return await all_reduce.collect(like, group), AveragingState()
 
 
@@ -40,16 +40,16 @@ async def _average_alone(
     vector: Tensor, total_weight: float, group: Group, carried: AveragingState, compute: Compute | None
 ) -> AveragingResult:
     """Divide the only peer's vector and carried error by the weight, and offer the mean to joiners."""
-    own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
-    found = await all_reduce.average(own, total_weight, group, 0, parts=GroupParts(None, compute))
-    return found._replace(carried=carried._replace(lost=None))
+    corrected = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
+    result = await all_reduce.average(corrected, total_weight, group, 0, encoder=PartEncoder(None, compute))
+    return result._replace(carried=carried._replace(lost=None))
 
 
 @dataclass(frozen=True)
 class Butterfly(Averager):
-    """Averages whole vectors, encoded by a codec or as they are."""
+    """Averages whole vectors, encoded by a codec or unencoded."""
 
-    parts: GroupParts
+    encoder: PartEncoder
     error_feedback: bool  # carry the codec's error to the next step
 
     @override
@@ -57,18 +57,18 @@ class Butterfly(Averager):
         self, vector: Tensor, total_weight: float, group: Group, rank: int, carried: AveragingState
     ) -> AveragingResult:
         if len(group.roster) == 1:
-            return await _average_alone(vector, total_weight, group, carried, self.parts.compute)
+            return await _average_alone(vector, total_weight, group, carried, self.encoder.compute)
         lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
-        return await all_reduce.average(vector, total_weight, group, rank, parts=self.parts, carried=lost)
+        return await all_reduce.average(vector, total_weight, group, rank, encoder=self.encoder, carried=lost)
 
     @override
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
-        parts = self.parts if len(group.roster) > 1 else AS_THEY_ARE
-        return await all_reduce.collect(like, group, parts=parts), AveragingState()
+        encoder = self.encoder if len(group.roster) > 1 else UNENCODED
+        return await all_reduce.collect(like, group, encoder=encoder), AveragingState()
 
 
-# A peer carries the error of its own gradients, not of their mean. This needs no further messages, and a peer that
-# dies loses no more than its own share.
+# Each peer carries the error of its own gradients, not of their mean. So the error needs no messages, and the death
+# of a peer loses only that peer's share.
 @dataclass(frozen=True)
 class PowerSGD(Averager):
     """Averages thin matrices in two rounds: left, then right (arXiv:1905.13727, algorithm 2)."""
@@ -83,52 +83,52 @@ class PowerSGD(Averager):
     ) -> AveragingResult:
         if len(group.roster) == 1:
             return await _average_alone(vector, total_weight, group, carried, self.compute)
-        low_rank, left_group, right_group = self.low_rank, *_both(group)
-        before = low_rank.initial_basis(vector) if carried.basis is None else carried.basis
+        low_rank, left_group, right_group = self.low_rank, *_left_and_right(group)
+        former = low_rank.initial_basis(vector) if carried.basis is None else carried.basis
 
-        def begin() -> tuple[Tensor, Tensor]:
-            own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
-            return own, low_rank.left(own, before)
+        def project() -> tuple[Tensor, Tensor]:
+            corrected = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
+            return corrected, low_rank.left(corrected, former)
 
-        own, left_sum = await self.compute(begin)
+        corrected, left_sum = await self.compute(project)
         left_mean = (await all_reduce.average(left_sum, total_weight, left_group, rank)).mean
 
-        def go_on() -> tuple[Tensor, Tensor]:
+        def project_again() -> tuple[Tensor, Tensor]:
             left = low_rank.orthonormal(left_mean)
-            return left, low_rank.right(own, left)
+            return left, low_rank.right(corrected, left)
 
-        left, right_sum = await self.compute(go_on)
+        left, right_sum = await self.compute(project_again)
         right_mean = (await all_reduce.average(right_sum, total_weight, right_group, rank)).mean
 
-        def end() -> AveragingResult:
+        def reconstruct() -> AveragingResult:
             mean = low_rank.product(left, right_mean)
             part = mean[group.bounds(len(mean))[rank]]
-            lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
-            return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, before)))
+            lost = low_rank.left_over(corrected, left, right_sum).div_(total_weight) if self.error_feedback else None
+            return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, former)))
 
-        return await self.compute(end)
+        return await self.compute(reconstruct)
 
     @override
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
         if len(group.roster) == 1:
             return await super().collect(like, group)
-        low_rank, left_group, right_group = self.low_rank, *_both(group)
+        low_rank, left_group, right_group = self.low_rank, *_left_and_right(group)
         left_mean = await all_reduce.collect(like.new_empty(low_rank.left_length), left_group)
         right_mean = await all_reduce.collect(like.new_empty(low_rank.right_length), right_group)
 
-        def end() -> tuple[Tensor, AveragingState]:
+        def reconstruct() -> tuple[Tensor, AveragingState]:
             mean = low_rank.product(low_rank.orthonormal(left_mean), right_mean)
             return mean, AveragingState(basis=low_rank.basis(right_mean, low_rank.initial_basis(like)))
 
-        return await self.compute(end)
+        return await self.compute(reconstruct)
 
 
 def refuse(group: Group, rank: int, reason: str) -> None:
-    """Withdraw from a round of any kind, so that other peers neither wait for this peer nor exclude it."""
-    for exchange in (group, *_both(group)):
+    """Withdraw from a round of any averager, so that other peers neither wait for this peer nor exclude it."""
+    for exchange in (group, *_left_and_right(group)):
         all_reduce.refuse(exchange, rank, reason)
 
 
-def _both(group: Group) -> tuple[Group, Group]:
+def _left_and_right(group: Group) -> tuple[Group, Group]:
     """Return the groups of PowerSGD's two exchanges, left and right."""
     return replace(group, prefix=f"{group.prefix}/left"), replace(group, prefix=f"{group.prefix}/right")

@@ -1,4 +1,4 @@
-"""CenteredClip: a robust mean that no peer can move far. It differs from the mean that one machine computes.
+"""CenteredClip: a robust mean that no single peer can move far. It differs from the plain mean of one machine.
 
 Source: Karimireddy et al. 2021, arXiv:2012.10333; per part of a butterfly: Gorbunov et al. 2022, arXiv:2106.11257.
 """
@@ -16,15 +16,15 @@ from typing_extensions import override
 
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.server.averaging.all_reduce import (
-    AS_THEY_ARE,
+    UNENCODED,
     AveragingResult,
     AveragingState,
     Compute,
     Group,
-    for_joiners,
+    fetch_part,
+    fetch_reduced,
+    message_for_joiners,
     squared_norm,
-    take_reduced,
-    taken,
 )
 from lightning_swarm.server.averaging.averager import Averager
 
@@ -34,12 +34,12 @@ _NUM_ITERATIONS: Final = 20
 def centered_clip(vectors: Sequence[Tensor]) -> Tensor:
     """Return a point ``[n]`` near most of the vectors ``[n]``.
 
-    All vectors have equal weight. Each pulls the point by its distance from the point, but at most by the median of
-    these distances. If all vectors are equal, the point is equal to them.
+    All vectors have equal weight. Each pulls the point by its distance from the point, clipped to the median of these
+    distances. If all vectors are equal, the point equals them.
     """
-    stacked = torch.stack([torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0) for one in vectors])
+    stacked = torch.stack([torch.nan_to_num(vector, nan=0.0, posinf=0.0, neginf=0.0) for vector in vectors])
     center = stacked.median(dim=0).values
-    # Measured once: malicious vectors that move the center would also enlarge the radius.
+    # Measured only once, because malicious vectors that move the center would also enlarge a later radius.
     radius = _distances(stacked, center).sort().values[(len(vectors) - 1) // 2]
     for _ in range(_NUM_ITERATIONS):
         distances = _distances(stacked, center)
@@ -49,8 +49,8 @@ def centered_clip(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def _distances(stacked: Tensor, center: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(stacked - center, dim=1, dtype=torch.float64)
-    return found
+    distances: Tensor = torch.linalg.vector_norm(stacked - center, dim=1, dtype=torch.float64)
+    return distances
 
 
 @dataclass(frozen=True)
@@ -70,24 +70,24 @@ class ClippedAverager(Averager):
     ) -> AveragingResult:
         bounds, others = group.bounds(len(vector)), group.others(rank)
         weight = vector.new_tensor([self.weight])
-        own = await self.compute(lambda: vector / (self.weight or 1.0))
+        own_mean = await self.compute(lambda: vector / (self.weight or 1.0))
         for i in others:
-            group.offer(f"part{i}", await AS_THEY_ARE.to_message(torch.cat([own[bounds[i]], weight])), i)
-        mine = torch.cat([own[bounds[rank]], weight])
-        length = len(mine) - 1
-        pieces = await gather(taken(group, i, f"part{rank}", like=vector, length=length + 1) for i in others)
+            group.offer(f"part{i}", await UNENCODED.to_message(torch.cat([own_mean[bounds[i]], weight])), i)
+        own_piece = torch.cat([own_mean[bounds[rank]], weight])
+        length = len(own_piece) - 1
+        pieces = await gather(fetch_part(group, i, f"part{rank}", like=vector, length=length + 1) for i in others)
 
         def reduce() -> tuple[Tensor, float]:
-            held = [piece for piece in (*pieces, mine) if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
-            if not held:
+            weighted = [piece for piece in (*pieces, own_piece) if bool(piece[-1] > 0) and bool(piece[-1].isfinite())]
+            if not weighted:
                 return vector.new_zeros(length), 0.0
-            scale = math.fsum(float(piece[-1]) for piece in held) / total_weight
-            part = centered_clip([piece[:-1] for piece in held]) * scale
+            scale = math.fsum(float(piece[-1]) for piece in weighted) / total_weight
+            part = centered_clip([piece[:-1] for piece in weighted]) * scale
             return part, squared_norm(part)
 
         reduced, norm = await self.compute(reduce)
-        group.offer(f"reduced{rank}", for_joiners(reduced))
+        group.offer(f"reduced{rank}", message_for_joiners(reduced))
         mean = torch.empty_like(vector)
         mean[bounds[rank]] = reduced
-        await take_reduced(mean, group, rank)
+        await fetch_reduced(mean, group, rank)
         return AveragingResult(mean, norm, carried)

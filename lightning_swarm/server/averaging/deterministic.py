@@ -1,4 +1,4 @@
-"""A butterfly of sums in fixed point: the mean has the same bits, however microbatches are spread over peers."""
+"""A butterfly all-reduce in fixed point: the mean's bits do not depend on how microbatches are spread over peers."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from lightning_swarm.server.averaging.all_reduce import (
     AveragingState,
     Compute,
     Group,
-    fetched,
-    for_joiners,
+    fetch,
+    fetch_reduced,
+    message_for_joiners,
     squared_norm,
-    take_reduced,
 )
 from lightning_swarm.server.averaging.averager import Averager
 
 FINE: Final = 2.0**-56  # unit of the second integer of an element
 COARSE: Final = 2.0**-14  # unit of the first integer
-LIMIT: Final = 2.0**28  # largest added number: 2**42 coarse units, and a remainder of up to 2**41 fine units
-MAX_ADDED: Final = 1 << 20  # most vectors in a sum of all peers, so that no integer overflows
+LIMIT: Final = 2.0**28  # bound on added numbers: 2**42 coarse units, and a remainder of up to 2**41 fine units
+MAX_ADDED: Final = 1 << 20  # most vectors in the sum over all peers, so that no integer overflows
 
 _FIXED_POINT_SLICE: Final = 1 << 17  # elements added at once: intermediate values take several times their memory
 _SLICE: Final = 1 << 18  # elements added before the loop may run other tasks
 
 
-# Integers can be added in any order, floats cannot. Each element of a sum has two 64-bit integers, in coarse and in
-# fine units. Together they represent numbers below `LIMIT` to half of `FINE`, and add up `MAX_ADDED` of them without
-# overflow. A last column counts the vectors that were added, and the vectors that did not fit.
-def nothing(length: int, device: torch.device) -> Tensor:
+# Sums of integers, unlike sums of floats, do not depend on the order. Each element of a sum is two 64-bit integers, in
+# coarse and in fine units. Together they represent numbers below `LIMIT` to half of `FINE`, and `MAX_ADDED` of them
+# add up without overflow. The last column counts the vectors that were added, and the vectors that did not fit.
+def empty_sum(length: int, device: torch.device) -> Tensor:
     """Return an empty sum, ``[2, length + 1]``."""
     return torch.zeros(2, length + 1, dtype=torch.int64, device=device)
 
 
-def fit(vectors: Sequence[Tensor], weight: float) -> bool:
-    """Return whether all elements are finite, and stay below `LIMIT` when multiplied by `weight`."""
+def fits(vectors: Sequence[Tensor], weight: float) -> bool:
+    """Return whether vectors can be added: all elements are finite, and below `LIMIT` when multiplied by `weight`."""
     filled = [vector for vector in vectors if vector.numel()]
     if not filled:
         return True
@@ -55,7 +55,7 @@ def fit(vectors: Sequence[Tensor], weight: float) -> bool:
 
 
 def add(into: Tensor, vector: Tensor, weight: float) -> None:
-    """Add a float vector ``[n]`` that fits, times `weight`, to the columns ``[2, n]`` of a sum."""
+    """Add a float vector ``[n]`` that `fits`, times `weight`, to the columns ``[2, n]`` of a sum."""
     for begin in range(0, len(vector), _FIXED_POINT_SLICE):
         # Convert to coarse units. Only the product with the weight, and fractions of a fine unit, are rounded.
         weighted = vector[begin : begin + _FIXED_POINT_SLICE].to(torch.float64, copy=True).mul_(weight).div_(COARSE)
@@ -66,9 +66,9 @@ def add(into: Tensor, vector: Tensor, weight: float) -> None:
         sums[1] += fine.to(torch.int64)
 
 
-def note(total: Tensor, *, fits: bool) -> None:
-    """Count a vector that was added to a sum, or one that was not because it does not fit."""
-    total[0 if fits else 1, -1] += 1
+def count_vector(total: Tensor, *, was_added: bool) -> None:
+    """Count, in a sum's last column, a vector that was added, or that was left out because it does not fit."""
+    total[0 if was_added else 1, -1] += 1
 
 
 def is_whole(counts: Tensor) -> bool:
@@ -86,7 +86,7 @@ def quotient(sums: Tensor, divisor: float) -> Tensor:
 
 @dataclass(frozen=True)
 class DeterministicAverager(Averager):
-    """Averages sums as whole numbers, and sends means as floats."""
+    """Adds up sums as integers, and sends means as floats."""
 
     like: Tensor  # ``[n]``, with the dtype and device of the mean
     compute: Compute
@@ -102,14 +102,14 @@ class DeterministicAverager(Averager):
             group.offer(f"part{i}", to_message((coarse, fine, counts)), to=i)
         own = vector[:, bounds[rank]]
         read = partial(_read, length=own.shape[1])
-        found = await gather(fetched(group, i, f"part{rank}", read) for i in others)
-        given = await group.digests([*found[:rank], (own[0], own[1], counts), *found[rank:]], self.compute)
+        pieces = await gather(fetch(group, i, f"part{rank}", read) for i in others)
+        given = await group.digests([*pieces[:rank], (own[0], own[1], counts), *pieces[rank:]], self.compute)
         mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
-        total = counts.cpu() + sum(part_counts for *_, part_counts in found)
-        await _reduce(mean[bounds[rank]], [own, *(part[:2] for part in found)], total, total_weight)
+        total = counts.cpu() + sum(piece_counts for *_, piece_counts in pieces)
+        await _reduce(mean[bounds[rank]], [own, *(piece[:2] for piece in pieces)], total, total_weight)
         own_mean = mean[bounds[rank]]
-        group.offer(f"reduced{rank}", to_message(own_mean) if others else for_joiners(own_mean))
-        await take_reduced(mean, group, rank)
+        group.offer(f"reduced{rank}", to_message(own_mean) if others else message_for_joiners(own_mean))
+        await fetch_reduced(mean, group, rank)
         # The first server of the roster computes the whole norm, because a sum of norms depends on the number of parts.
         norm = await self.compute(lambda: squared_norm(mean)) if rank == 0 else 0.0
         return AveragingResult(mean, norm, AveragingState(), given)
@@ -124,7 +124,7 @@ async def _reduce(
         return
     for begin in range(0, len(into), _SLICE):
         reduced = into[begin : begin + _SLICE]
-        sums = nothing(len(reduced) - 1, into.device)
+        sums = empty_sum(len(reduced) - 1, into.device)
         for coarse, fine in pieces:
             sums[0] += coarse[begin : begin + _SLICE].to(into.device)
             sums[1] += fine[begin : begin + _SLICE].to(into.device)
@@ -133,10 +133,10 @@ async def _reduce(
 
 
 async def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a part's coarse and fine integers, and the sum's counts."""
+    """Read a part's coarse integers, its fine integers, and the counts of its sum."""
     tree = from_message(message)[0]
     parts = [part for part in tree if isinstance(part, Tensor)] if isinstance(tree, tuple) else []
-    found = [(part.dtype, tuple(part.shape)) for part in parts]
-    if found != [(torch.int64, (length,))] * 2 + [(torch.int64, (2,))]:
-        raise ProtocolError(f"a part of a sum must be {length} whole numbers twice, and two that count; got {found}")
+    forms = [(part.dtype, tuple(part.shape)) for part in parts]
+    if forms != [(torch.int64, (length,))] * 2 + [(torch.int64, (2,))]:
+        raise ProtocolError(f"a part of a sum must be two vectors of {length} int64 and one of 2 counts; got {forms}")
     return parts[0], parts[1], parts[2]

@@ -17,7 +17,7 @@ from torch import Size, Tensor
 
 from lightning_swarm.model.portable_products import tree_sum
 
-_ROUNDING: Final = 1e-24  # share of a column's squared norm that may be rounding; float64's is a millionth of it
+_ROUNDING: Final = 1e-24  # share of a column's squared norm that counts as rounding, a million times float64's rounding
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LowRank:
                 self._whole.append(gradient)
         self.length = begin
         self._matrices: list[_Matrix] = []
-        self.left_length, self.right_length = sum(one.stop - one.start for one in self._whole), 0
+        self.left_length, self.right_length = sum(part.stop - part.start for part in self._whole), 0
         for gradient, rows, columns in matrices:
             left = slice(self.left_length, self.left_length + rows * rank)
             right = slice(self.right_length, self.right_length + columns * rank)
@@ -68,59 +68,59 @@ class LowRank:
     def left(self, vector: Tensor, basis: Tensor) -> Tensor:
         """Return the first vector to send, ``[left_length]``: whole parameters, then matrices times their basis.
 
-        `vector` are the gradients ``[length]``. Peers may have different bases ``[right_length]``, but then lose more.
+        `vector` has the gradients ``[length]``. Peers may have different bases ``[right_length]``, but then lose more.
         """
-        found = vector.new_empty(self.left_length)
-        for gradient, part in self._parts(found):
+        sent = vector.new_empty(self.left_length)
+        for gradient, part in self._parts(sent):
             part.copy_(vector[gradient])
         for matrix in self._matrices:
-            torch.mm(matrix.of(vector), self._thin(basis[matrix.right]), out=self._thin(found[matrix.left]))
-        return found
+            torch.mm(matrix.of(vector), self._thin(basis[matrix.right]), out=self._thin(sent[matrix.left]))
+        return sent
 
     def orthonormal(self, left: Tensor) -> Tensor:
         """Make the columns orthonormal; equal inputs give equal bits on every device."""
-        found = left.clone()
+        result = left.clone()
         for matrix in self._matrices:
-            found[matrix.left] = orthonormal(self._thin(left[matrix.left])).reshape(-1)
-        return found
+            result[matrix.left] = orthonormal(self._thin(left[matrix.left])).reshape(-1)
+        return result
 
     def right(self, vector: Tensor, left: Tensor) -> Tensor:
         """Return the second vector to send, ``[right_length]``: transposed matrices times the orthonormal `left`."""
-        found = vector.new_empty(self.right_length)
+        sent = vector.new_empty(self.right_length)
         for matrix in self._matrices:
-            torch.mm(matrix.of(vector).T, self._thin(left[matrix.left]), out=self._thin(found[matrix.right]))
-        return found
+            torch.mm(matrix.of(vector).T, self._thin(left[matrix.left]), out=self._thin(sent[matrix.right]))
+        return sent
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the gradients of both vectors, ``[length]``; equal inputs give equal bits on every device."""
-        found = left.new_empty(self.length)
+        gradients = left.new_empty(self.length)
         for gradient, part in self._parts(left):
-            found[gradient] = part
+            gradients[gradient] = part
         for matrix in self._matrices:
-            target, lefts, rights = matrix.of(found), self._thin(left[matrix.left]), self._thin(right[matrix.right])
+            target, lefts, rights = matrix.of(gradients), self._thin(left[matrix.left]), self._thin(right[matrix.right])
             # Column by column, because the order of a matrix product depends on the device.
             torch.mul(lefts[:, 0, None], rights[None, :, 0], out=target)
             for k in range(1, self.rank):
                 target += lefts[:, k, None] * rights[None, :, k]
-        return found
+        return gradients
 
     def left_over(self, vector: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """Return the part of `vector` ``[length]`` that is missing in the product of `left` and its own `right`."""
-        found = vector - self.product(left, right)
+        """Return the part of `vector` ``[length]`` that its product, of `left` and its own `right`, lacks."""
+        error = vector - self.product(left, right)
         for gradient in self._whole:
-            found[gradient] = 0.0  # whole parameters have no error
-        return found
+            error[gradient] = 0.0  # whole parameters are sent exactly
+        return error
 
-    def basis(self, right: Tensor, before: Tensor) -> Tensor:
+    def basis(self, right: Tensor, former: Tensor) -> Tensor:
         """Return a basis for the next step, ``[right_length]``: this step's mean directions, which change slowly."""
-        found = before.clone()
+        basis = former.clone()
         for matrix in self._matrices:
             rights = self._thin(right[matrix.right])
             norms = torch.linalg.vector_norm(rights, dim=0)
             usable = (norms > 0.0) & (norms < math.inf)
-            # The other columns of the basis stay unchanged, because a gradient of zeros has no direction.
-            self._thin(found[matrix.right])[:, usable] = (rights / norms)[:, usable]
-        return found
+            # Other columns of the basis stay unchanged: zeros have no direction, and overflowed columns are useless.
+            self._thin(basis[matrix.right])[:, usable] = (rights / norms)[:, usable]
+        return basis
 
     def _parts(self, left: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield the slices of each whole parameter in the gradients and in the left vector."""
@@ -131,23 +131,23 @@ class LowRank:
             begin += size
 
     def _thin(self, flat: Tensor) -> Tensor:
-        """View a thin matrix, ``[rows or columns, rank]``."""
+        """View a flat slice as a thin matrix, ``[rows or columns, rank]``."""
         return flat.view(-1, self.rank)
 
 
 def orthonormal(columns: Tensor) -> Tensor:
     """Return orthonormal columns with the span of the columns ``[rows, rank]``; a dependent column becomes zeros."""
     # Gram-Schmidt, twice, in float64, with operations that round alike everywhere. NaN and infinity become NaN.
-    done: list[Tensor] = []
+    finished: list[Tensor] = []
     largest = columns.abs().amax(dim=0)
     scaled = columns.to(torch.float64) / torch.where(largest == 0.0, 1.0, largest)
     for column in scaled.unbind(dim=1):
-        before = tree_sum(column * column)
-        for _ in range(2):  # again, to remove the remainder of rounding
-            for other in done:
-                column = column - other * tree_sum(other * column)  # noqa: PLW2901
+        original_norm = tree_sum(column * column)
+        for _ in range(2):  # the second time removes rounding errors of the first
+            for unit in finished:
+                column = column - unit * tree_sum(unit * column)  # noqa: PLW2901
         squared_norm = tree_sum(column * column)
-        # A dependent column leaves only rounding errors, which may point anywhere, also along the earlier columns.
-        adds_nothing = squared_norm <= _ROUNDING * before
-        done.append(torch.where(adds_nothing, 0.0, column / squared_norm.sqrt()))
-    return torch.stack(done, dim=1).to(columns.dtype)
+        # A dependent column leaves only rounding errors, which may point anywhere, even along the earlier columns.
+        is_dependent = squared_norm <= _ROUNDING * original_norm
+        finished.append(torch.where(is_dependent, 0.0, column / squared_norm.sqrt()))
+    return torch.stack(finished, dim=1).to(columns.dtype)
