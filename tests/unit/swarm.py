@@ -390,7 +390,7 @@ class Swarm:
                 steps.sums.next.change,
             )
             state[f"{name}'s joiners"] = (
-                dict(server.donor._met),
+                dict(server.donor._introduced),
                 {peer: (one.stage_index, one.version) for peer, one in server.donor._state.followers.items()},
                 list(server.donor._state.kept),
                 {peer: (one.copy is None, one.num_pieces) for peer, one in server.donor._state.downloads.items()},

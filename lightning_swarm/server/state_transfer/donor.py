@@ -29,16 +29,17 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.stage_copy import StageCopy
 from lightning_swarm.server.step_handlers import StepHandlers
 
-_MAX_MET: Final = 256  # introduced joiners that are remembered
-_MAX_JOINING: Final = 3  # joiners at once; more have to wait, so that each joins sooner
-_MAX_PIECES: Final = 4  # pieces in transit to one peer
+_MAX_INTRODUCED: Final = 256  # most introduced joiners that are remembered
+_MAX_JOINING: Final = 3  # most joiners at once; further joiners wait, so that each joins sooner
+_MAX_PIECES: Final = 4  # most pieces in transit to one peer
 _MAX_PIECE_BYTES: Final = 4 << 20
 _MIN_PIECE_BYTES: Final = 64 << 10
 _IDLE_S: Final = 60.0  # seconds without a request after which a download is dropped
 _MIN_BYTES_PER_S: Final = 64 << 10  # lowest mean rate of a download, because other joiners wait for its slot
-_MAX_RECORDS: Final = 16  # records that a joiner may follow before it is admitted, beside the records that it missed
-_HOLD_S: Final = 20.0  # longest time for which a request waits here
-_CATCH_UP: Final = 4.0  # a joiner catches up this many times as fast as records come, or faster
+# After its download, a joiner must be admitted within this many records, plus as many as it missed meanwhile.
+_RECORDS_TO_ADMIT: Final = 16
+_HOLD_S: Final = 20.0  # longest time that a request may wait here
+_CATCH_UP: Final = 4.0  # missed records are sent at least this many times as fast as new records come
 _CONNECT_TIMEOUT_S: Final = 8.0  # a little less than the coordinator's own timeout
 
 
@@ -62,24 +63,24 @@ class Throttle:
 
 
 @dataclass
-class _CatchingUp:
-    """A joiner that needs this stage's records from `version` on."""
+class _Follower:
+    """A joiner whose donor is this server, and that needs the stage's records from `version` on."""
 
     stage_index: int
     version: int
     last_heard_s: float
-    due: int | None = None  # version beyond which it loses its slot unless it is admitted; None: it is downloading
-    entered: bool = False  # admitted by the last record, which it may still request
+    admit_by: int | None = None  # version by which a record must admit it, or it loses its slot; None: it downloads
+    is_admitted: bool = False  # the last record admitted it, and it may still request that record
 
 
 @dataclass
 class _OutgoingCopy:
-    """A download by a joiner in progress here."""
+    """A joiner's download from this server, in progress."""
 
     began_s: float
     last_heard_s: float
     num_bytes: int = 0  # bytes sent
-    copy: StageCopy | None = None  # None: it is being made
+    copy: StageCopy | None = None  # None: the copy is being made
     num_pieces: int = 0  # pieces in transit
 
 
@@ -87,7 +88,7 @@ class _OutgoingCopy:
 class _DonorGeneration:
     """The donor's copies and records for joiners, which begin anew in each generation of the run."""
 
-    followers: dict[PeerId, _CatchingUp] = field(default_factory=dict)
+    followers: dict[PeerId, _Follower] = field(default_factory=dict)
     downloads: dict[PeerId, _OutgoingCopy] = field(default_factory=dict)
     copies: dict[int, StageCopy] = field(default_factory=dict)  # stage -> newest copy, while a peer downloads it
     # step -> record, its mean gradients, weights written before it, and the members before it
@@ -107,10 +108,10 @@ class Donor:
         self._transport, self._limits, self._compute = transport, limits, context.compute
         self._membership, self._steps = context.membership, steps
         self._state = _DonorGeneration()
-        self._met: dict[PeerId, Candidate] = {}  # joiners that the coordinator introduced
-        self._membership.introduced = self._met
-        self._queued: set[PeerId] = set()  # peers that wait for a slot
-        self._backoff = JoinBackoff()  # delays peers that began downloads and never joined
+        self._introduced: dict[PeerId, Candidate] = {}  # joiners that the coordinator introduced here
+        self._membership.introduced = self._introduced
+        self._queued: set[PeerId] = set()  # joiners that wait for a slot
+        self._backoff = JoinBackoff()  # delays joiners that began downloads and never joined
         self._freed = asyncio.Event()  # set when a slot may be free, and then replaced
         self._throttle = Throttle(limits.max_upload)
         self._applied_s = 0.0  # when the newest record was applied
@@ -125,18 +126,18 @@ class Donor:
         """Keep a record that was applied here, if a joiner will request it."""
         at_s, state = now_s(), self._state
         self._interval_s, self._applied_s = at_s - self._applied_s, at_s
-        state.followers = {peer: follower for peer, follower in state.followers.items() if not follower.entered}
+        state.followers = {peer: follower for peer, follower in state.followers.items() if not follower.is_admitted}
         for newcomer in record.newcomers:
             peer = newcomer.member.peer_id
-            self._met.pop(peer, None)
+            self._introduced.pop(peer, None)
             self._backoff.clear(peer)
-            self._end_download(peer)  # it may have downloaded from another donor, without a notice here
+            self._end_download(peer)  # a copy here may remain even if the peer followed another donor
             if peer in state.followers:
-                state.followers[peer].entered = True
-        for one in record.convicted or ():  # a convicted peer may be about to join again
-            self._met.pop(one.peer, None)
-            state.followers.pop(one.peer, None)
-            self._end_download(one.peer)
+                state.followers[peer].is_admitted = True
+        for conviction in record.convicted or ():  # a convicted peer may be about to join again
+            self._introduced.pop(conviction.peer, None)
+            state.followers.pop(conviction.peer, None)
+            self._end_download(conviction.peer)
         if state.followers:
             state.kept[record.step] = (record, gradients, written, self._membership.run.seats_before)
         self._give_up_stalled()
@@ -144,7 +145,7 @@ class Donor:
         self._notify()
 
     def enter_generation(self) -> None:
-        """Begin anew in the run's next generation, or without a run; all followers have to begin again."""
+        """Drop all copies and records: the run is over, or in its next generation, and joiners have to begin again."""
         self._state = _DonorGeneration()
 
     async def _handle_meet(self, caller: PeerId, candidate: Candidate) -> None:
@@ -157,14 +158,14 @@ class Donor:
                 await self._transport.connect(candidate.addresses)
         except TimeoutError:
             raise PeerError(f"no connection to {peer} within {_CONNECT_TIMEOUT_S:g} s") from None
-        self._met.pop(peer, None)
-        self._state.followers.pop(peer, None)  # it joins anew, so the old records are of no use to it
+        self._introduced.pop(peer, None)
+        self._state.followers.pop(peer, None)  # it begins to join again, so it needs no old records
         self._end_download(peer)
-        self._met[peer] = candidate
+        self._introduced[peer] = candidate
         # Followers stay, however long their downloads take.
-        idle = [other for other in self._met if other not in self._state.followers]
-        for other in idle[: max(0, len(self._met) - _MAX_MET)]:
-            del self._met[other]
+        idle_peers = [idle for idle in self._introduced if idle not in self._state.followers]
+        for idle in idle_peers[: max(0, len(self._introduced) - _MAX_INTRODUCED)]:
+            del self._introduced[idle]
 
     async def _handle_record_digest(self, caller: PeerId, request: StepRequest) -> RecordDigestReply:
         """Return the digest of a decided record, so that a joiner need not trust its donor."""
@@ -172,11 +173,12 @@ class Donor:
         if not self._membership.knows_server(caller):
             raise ProtocolError(f"record digests are for servers and joiners of the run, and {caller} is neither")
         run.check_generation(request.generation)
-        await self._steps.wait_for_next(request.step + 1)  # the caller's donor may be quicker
+        await self._steps.wait_for_next(request.step + 1)  # the caller's donor may apply records earlier
         run.check_generation(request.generation)
         return RecordDigestReply(digest=run.decided_digest(request.step))
 
     async def _handle_follow(self, caller: PeerId, request: FollowRequest) -> WithTensors[FollowReply]:
+        """Wait for a slot for a joiner, and copy the stage for its download; return the description of the copy."""
         stage = self._asked_stage(caller, request.stage_index)
         if stage.index not in self._membership.loaded:
             raise Busy(f"stage {stage.index} has no weights here yet")
@@ -186,18 +188,18 @@ class Donor:
         if wait_s > 0:
             raise Busy(f"{caller} began {count} downloads here and never joined. It may try again in {wait_s:.0f} s.")
         state = self._state
-        # With a version, the joiner follows another donor, and this server only helps it.
-        await self._get_place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
+        # With a version, the joiner follows another donor, and this server only sends pieces.
+        await self._wait_for_slot(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
         if state is not self._state:
-            raise TicketGone(f"stage {stage.index} began anew here meanwhile; the joiner has to begin again, too")
+            raise TicketGone("this server left the run, or its generation, meanwhile; the joiner has to begin again")
         at_s, generation = now_s(), self._membership.run.manifest.generation
         download = state.downloads[caller] = _OutgoingCopy(at_s, at_s)
         if request.version is None:
             self._backoff.add(caller, now_s=at_s)
-            # Before the copy is made, so that no later record is missed.
-            state.followers[caller] = _CatchingUp(stage.index, self._steps.version, at_s)
+            # Added before the copy is made, so that no later record is missed.
+            state.followers[caller] = _Follower(stage.index, self._steps.version, at_s)
         try:
-            # On the compute thread, so that it falls between two records.
+            # On the compute thread, so that the copy falls between two records.
             copy = await self._compute(lambda: _shared_copy(state, stage, generation))
             if request.version not in (None, copy.version):
                 raise TicketGone(f"stage {stage.index} is at version {copy.version} here")
@@ -209,21 +211,22 @@ class Donor:
         return copy.head, ()
 
     async def _handle_piece(self, caller: PeerId, request: PieceRequest) -> Message:
+        """Send a piece of a joiner's copy, within the limit of upload; an empty piece ends the download."""
         start, stop = request.start, request.stop
         self._asked_stage(caller, request.stage_index)
         download = self._state.downloads.get(caller)
         copy = download.copy if download is not None else None
         asked = (request.stage_index, request.version)
         if download is None or copy is None or (copy.head.snapshot.stage_index, copy.version) != asked:
-            raise TicketGone("nothing of that version is held here for this peer (any more); it has to begin again")
+            raise TicketGone("no copy of that version is kept here for this peer (any more); it has to begin again")
         if start == stop:  # the joiner has all pieces
             self._end_download(caller)
             return Message()
         if not start < stop <= copy.num_bytes:
-            raise ProtocolError(f"a copy of {copy.num_bytes} bytes has none from {start} to {stop}")
+            raise ProtocolError(f"a piece lies within the copy's {copy.num_bytes} bytes, got {start} to {stop}")
         if download.num_pieces >= _MAX_PIECES:
-            raise Busy(f"{download.num_pieces} pieces are on their way to this peer, at most {_MAX_PIECES} may be")
-        # Bytes for a fraction of a second, so that no message waits long behind them.
+            raise Busy(f"at most {_MAX_PIECES} pieces may be in transit to one peer")
+        # A piece takes a fraction of a second, so that no message waits long behind it.
         stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload // 10)))
         download.num_pieces += 1
         download.num_bytes += stop - start
@@ -237,67 +240,72 @@ class Donor:
         return Message(tensors=copy.piece(start, stop))
 
     async def _handle_next(self, caller: PeerId, request: NextRequest) -> WithTensors[NextReply]:
+        """Return the record after a joiner's version, or the open step's change; wait for it up to `request.hold_s`."""
         stage = self._asked_stage(caller, request.stage_index)
         follower = self._state.followers.get(caller)
         self._check_generation(request.generation)
         if follower is None or follower.stage_index != stage.index:
             raise TicketGone("no records are kept here for this peer (any more); it has to begin again")
         follower.version, follower.last_heard_s = request.version, now_s()
-        if follower.due is None:
+        if follower.admit_by is None:
             missed = max(0, self._steps.version - request.version)
-            follower.due = self._steps.version + missed + _MAX_RECORDS
+            follower.admit_by = self._steps.version + missed + _RECORDS_TO_ADMIT
         self._end_download(caller)
         self._drop_unneeded()
         await self._steps.passed(request.version, written=request.written, within_s=min(request.hold_s, _HOLD_S))
         self._check_generation(request.generation)  # it may have changed meanwhile
         if request.version >= self._steps.version:
-            known = request.seated or request.version > self._steps.version
-            return self._open_step(request, None if known else self._membership.run.seats)
+            has_seats = request.seated or request.version > self._steps.version
+            return self._open_step_reply(request, None if has_seats else self._membership.run.seats)
         if request.version not in self._state.kept:
             self._state.followers.pop(caller, None)
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients, written, seats = self._state.kept[request.version]
-        gradient, behind = gradients[stage.index].cpu(), written.get(stage.index, {})
-        # Records go before downloads, because a joiner that falls behind has to download all again.
+        gradient, weights = gradients[stage.index].cpu(), written.get(stage.index, {})
+        # Records precede pieces, because a joiner that falls behind has to download everything again.
         self._throttle.charge(gradient.nbytes)
         if request.version + 1 < self._steps.version:
-            # Many records in a row would delay activations on the link.
+            # Missed records sent without pauses would delay activations on the link.
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
             await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
-        reply = NextReply(record=record, seats=None if request.seated else seats, names=list(behind))
-        return reply, (gradient, *(tensor.cpu() for tensor in behind.values()))
+        reply = NextReply(record=record, seats=None if request.seated else seats, names=list(weights))
+        return reply, (gradient, *(tensor.cpu() for tensor in weights.values()))
 
-    def _open_step(self, request: NextRequest, seats: SeatedMembers | None) -> WithTensors[NextReply]:
-        """Return the open step's change to a joiner that has all records, if it lacks the change."""
-        following = self._steps.sums.next
-        if request.version != self._steps.version or request.written == following.change.number:
+    def _open_step_reply(self, request: NextRequest, seats: SeatedMembers | None) -> WithTensors[NextReply]:
+        """Return the reply to a joiner that has all records, with the open step's change if the joiner lacks it."""
+        open_step = self._steps.sums.next
+        if request.version != self._steps.version or request.written == open_step.change.number:
             return NextReply(record=None, seats=seats), ()
-        written = following.written.get(request.stage_index, {})
-        reply = NextReply(record=None, seats=seats, change=following.change, names=list(written))
-        return reply, [tensor.cpu() for tensor in written.values()]
+        weights = open_step.written.get(request.stage_index, {})
+        reply = NextReply(record=None, seats=seats, change=open_step.change, names=list(weights))
+        return reply, [tensor.cpu() for tensor in weights.values()]
 
-    async def _get_place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
-        """Wait for a slot: each peer has one download in progress, and few peers join at a time."""
+    async def _wait_for_slot(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
+        """Wait until fewer than `_MAX_JOINING` peers join here; `Busy` if that takes too long, or the caller is one."""
         end_s = now_s() + within_s
         if caller in self._state.downloads or caller in self._queued:
-            raise Busy("this peer has a download under way, or asks for one")
+            raise Busy("this peer has a download in progress, or waits for one")
         self._queued.add(caller)
         try:
-            while (taken := self._num_joining(caller, helps=helps)) >= _MAX_JOINING:
+            while self._num_joining(caller, helps=helps) >= _MAX_JOINING:
                 try:
                     async with asyncio.timeout_at(end_s):
                         await self._freed.wait()
                 except TimeoutError:
-                    raise Busy(f"{taken} peers join by this one, at most {_MAX_JOINING} may at once") from None
+                    raise Busy(f"at most {_MAX_JOINING} peers may join through this server at once") from None
         finally:
             self._queued.discard(caller)
 
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
-        """Count peers that download and, unless this server only `helps`, followers, which get each step's gradient."""
+        """Count peers that download and, unless this server only `helps`, followers, to which each gradient is sent."""
         self._give_up_stalled()
-        oldest_s, others = now_s() - _IDLE_S, {} if helps else self._state.followers
-        following = {peer for peer, one in others.items() if not one.entered and one.last_heard_s >= oldest_s}
-        return len(self._state.downloads.keys() | (following - {caller}))
+        oldest_s, followers = now_s() - _IDLE_S, {} if helps else self._state.followers
+        joining = {
+            peer
+            for peer, follower in followers.items()
+            if not follower.is_admitted and follower.last_heard_s >= oldest_s
+        }
+        return len(self._state.downloads.keys() | (joining - {caller}))
 
     def _give_up_stalled(self) -> None:
         """Free the slots of joiners that make no progress."""
@@ -310,19 +318,19 @@ class Donor:
             if is_slow or (not download.num_pieces and at_s > download.last_heard_s + _IDLE_S):
                 self._end_download(peer)
         for peer, follower in list(state.followers.items()):
-            if follower.due is not None and self._steps.version > follower.due and not follower.entered:
+            if follower.admit_by is not None and self._steps.version > follower.admit_by and not follower.is_admitted:
                 del state.followers[peer]
 
     def _end_download(self, peer: PeerId) -> None:
-        """End a download; drop its copy if no other peer wants it."""
+        """End a download; drop its copy unless another peer still downloads it."""
         self._state.downloads.pop(peer, None)
-        wanted = [download.copy for download in self._state.downloads.values()]
-        if None not in wanted:
-            self._state.copies = {index: copy for index, copy in self._state.copies.items() if copy in wanted}
+        in_use = [download.copy for download in self._state.downloads.values()]
+        if None not in in_use:  # a download without a copy yet may be about to use one of `copies`
+            self._state.copies = {index: copy for index, copy in self._state.copies.items() if copy in in_use}
         self._notify()
 
     def _notify(self) -> None:
-        """Let waiting peers look for a free slot."""
+        """Wake the joiners that wait for a slot."""
         self._freed.set()
         self._freed = asyncio.Event()
 
@@ -333,15 +341,15 @@ class Donor:
     def _asked_stage(self, caller: PeerId, stage_index: int) -> Stage:
         """Return the stage of a request; refuse a caller that neither joins it nor is a member."""
         stage = self._steps.stage(stage_index)
-        candidate = self._met.get(caller)
-        known = candidate is not None and candidate.stage_index == stage_index
-        # The record that admits the caller may be applied here before it is applied there.
-        if not known and caller not in (member.peer_id for member in self._membership.run.rosters[stage_index]):
-            raise ProtocolError(f"{caller} was not introduced as one that joins stage {stage_index}")
+        candidate = self._introduced.get(caller)
+        is_introduced = candidate is not None and candidate.stage_index == stage_index
+        # This server may apply the record that admits the caller before the caller does.
+        if not is_introduced and caller not in (member.peer_id for member in self._membership.run.rosters[stage_index]):
+            raise ProtocolError(f"the coordinator did not introduce {caller} as a joiner of stage {stage_index}")
         return stage
 
     def _drop_unneeded(self) -> None:
-        """Keep the records that a joiner needs, within bounds; joiners that need the oldest have to begin again."""
+        """Drop records that no joiner needs and, above `Limits.join_bytes`, joiners that need the oldest records."""
         oldest_s = now_s() - self._limits.join_timeout
         followers = {
             peer: follower for peer, follower in self._state.followers.items() if follower.last_heard_s >= oldest_s
@@ -362,8 +370,8 @@ class Donor:
 
 
 def _shared_copy(state: _DonorGeneration, stage: Stage, generation: int) -> StageCopy:
-    """Copy a stage, on the compute thread; all peers that download the same version share one copy."""
-    # `state` is the caller's generation, so that a copy of an old generation never enters the next.
+    """Copy a stage on the compute thread, or return its copy at this version, which all downloads share."""
+    # `state` is that of the request's generation, so that no copy of an old generation enters the next.
     copy = state.copies.get(stage.index)
     if copy is None or copy.version != stage.version:
         copy = state.copies[stage.index] = StageCopy.of(stage, generation)

@@ -30,7 +30,7 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
 
-# Names of folders that servers write to. A server that finds the requested folder shares the lead's file system.
+# Names of the folders that servers write to. A server that finds such a folder shares the lead's file system.
 FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
 
 
@@ -41,9 +41,9 @@ class StateHandlers:
         self._compute = context.compute
         self._membership = context.membership
         self._steps = steps
-        self._on_loaded = on_loaded  # called with a stage that has its initial weights
+        self._on_loaded = on_loaded  # called with the index of a stage that has received its initial weights
         transport, max_bytes = context.transport, context.limits.max_message_bytes
-        admit = self._check_brings
+        admit = self._check_sends_weights
         LOAD.serve(transport, self._handle_load, max_bytes=max_bytes, admit=admit)
         SET_EVALUATION_WEIGHTS.serve(transport, self._handle_evaluation_weights, max_bytes=max_bytes, admit=admit)
         STATE.serve(transport, self._handle_state)
@@ -52,8 +52,8 @@ class StateHandlers:
 
     # ------------------------------------------------------------------ loading
 
-    def _check_brings(self, caller: PeerId) -> None:
-        self._membership.check_lead(caller, "brings weights")
+    def _check_sends_weights(self, caller: PeerId) -> None:
+        self._membership.check_lead(caller, "sends weights")
 
     async def _handle_load(self, caller: PeerId, state: StageState, message: Message) -> None:
         """Load a stage's initial weights, or its optimizer's state, from the lead. No other peer may send them."""
@@ -63,8 +63,8 @@ class StateHandlers:
         stage.check_version(state.version)
         if state.version != run.manifest.first_step or (stage.index in self._membership.loaded) != state.optimizer:
             raise ProtocolError(
-                f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
-                "the first step; from then on records change them"
+                f"stage {stage.index} accepts its initial weights once, then its optimizer's state, and both only "
+                "before the first step; later, only records change them"
             )
         if state.optimizer:
             values = serialization.unflatten(state.structure, message.tensors)
@@ -86,7 +86,7 @@ class StateHandlers:
     async def _handle_state(self, caller: PeerId, request: StateRequest) -> WithTensors[StageState]:
         """Send a stage's weights or optimizer state at a version to a trainer."""
         run = self._membership.run
-        # If servers are not trusted, the coordinator reads states, too, to settle contradictions.
+        # If servers are not trusted, the coordinator also reads states, to settle contradictions.
         if caller != run.coordinator or not run.trusted:
             run.check_trainer(caller)
         # Records wait while the lead reads, unless they come late. For other callers, the tensors must not change
@@ -108,7 +108,7 @@ class StateHandlers:
         self._membership.check_lead(caller, "has checkpoints written")
         folder = Path(request.folder)
         if not folder.is_absolute() or not re.fullmatch(FOLDER, folder.name):
-            raise ProtocolError(f"a server writes to no other folders than those for parts, got {request.folder!r}")
+            raise ProtocolError(f"a server writes only to folders of partial checkpoints, got {request.folder!r}")
         self._membership.run.check_generation(request.generation)
         if not await asyncio.to_thread(folder.is_dir):
             return WriteReply(here=False, written=[]), ()
@@ -133,21 +133,21 @@ class StateHandlers:
             stage.check_version(request.version)
             return read(stage)
 
-        # On the compute thread, so that it falls between two records.
+        # On the compute thread, so that the read falls between two records.
         return stage, await self._compute(read_at_version)
 
 
 def _content(stage: Stage, request: WriteRequest) -> dict[str, Any]:
-    """Return the content of a stage's checkpoint. Shared memory, not copies."""
-    left_out = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(request.without)
+    """Return the content of a stage's part of a checkpoint, in shared memory instead of copies."""
+    excluded = {buffer.name for buffer in stage.module.spec.buffers if not buffer.persistent}.union(request.without)
 
     def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in values.items() if name not in left_out}
+        return {name: value for name, value in values.items() if name not in excluded}
 
-    found = {sharded_format.WEIGHTS: kept(stage.weights())}
+    content = {sharded_format.WEIGHTS: kept(stage.weights())}
     if request.optimizer:
-        found[sharded_format.OPTIMIZER] = {"state": kept(stage.optimizer.saved_state())}
-    return found
+        content[sharded_format.OPTIMIZER] = {"state": kept(stage.optimizer.saved_state())}
+    return content
 
 
 def _state(stage: Stage, request: StateRequest, *, copy: bool) -> WithTensors[StageState]:

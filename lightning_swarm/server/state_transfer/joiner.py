@@ -1,4 +1,9 @@
-"""Joins a run in progress: downloads a stage, and applies the run's records until one of them admits this server."""
+"""Joins a run in progress: downloads a stage, and applies the run's records until a record admits this server.
+
+The coordinator assigns a stage (JOIN). The joiner downloads it from a replica (see `Donor`) and requests that replica's
+records (NEXT). Once it has caught up, it reports this to the coordinator (READY). The coordinator then has it hold the
+mean gradient of a closing step (LISTEN), so that the step's record can admit it.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +44,11 @@ from lightning_swarm.server.step_handlers import StepHandlers
 _log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 15.0  # seconds to wait for the next record
-_POLL_S: Final = 1.0  # pause between searches for a run, and between reports while members are unconfirmed
-# Two minutes with pauses, because a record may have to exclude this peer's process before a restart first.
+_POLL_S: Final = 1.0  # pause between searches for a run, and between requests while members are unconfirmed
+# Two minutes with pauses: after a restart, a record may first have to exclude this peer's former process.
 _MAX_ATTEMPTS: Final = 8
 _MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
-_FIRST_PAUSE_S: Final = 1.0  # between attempts; doubles each time
+_FIRST_PAUSE_S: Final = 1.0  # pause after the first attempt; doubles each time
 _COMPARED: Final = ("Python", "torch", "lightning")  # packages whose versions are compared with the run's
 
 
@@ -58,10 +63,10 @@ class Joiner:
         self._joined_at = 0  # the run's version when the coordinator accepted the request to join
         self._target: int | None = None  # the stage to which a record moved this server
         self._former: int | None = None  # the stage that this server held before it moved
-        self._is_unlike = False  # the stage's servers are of another kind of machine than this one
-        self._has_warned = False  # of different versions
-        self._one_donor = False  # a single donor must send everything, because pieces of several did not fit together
-        self._refused_by: set[PeerId] = set()  # announced peers that refused this peer
+        self._is_unlike = False  # this machine's kind differs from that of the stage's servers
+        self._has_warned = False  # about different versions
+        self._one_donor = False  # send everything by one donor, because pieces of several did not match
+        self._refused_by: set[PeerId] = set()  # announced peers whose refusal of this peer was logged as a warning
         self._report: Callable[[str], None] = _log.info  # reports progress to the user
         LISTEN.serve(context.transport, self._handle_listen)
 
@@ -75,26 +80,26 @@ class Joiner:
         self._stage, self._target, self._former = None, stage_index, former
 
     async def enter(
-        self, find: Callable[[], Awaitable[Sequence[PeerId]]], say: Callable[[str], None] = _log.info
+        self, find_announced: Callable[[], Awaitable[Sequence[PeerId]]], report: Callable[[str], None] = _log.info
     ) -> None:
-        """Enter a run at its beginning, or join a run in progress, whose announced coordinators `find` returns.
+        """Enter a run at its beginning, or join a run in progress; `find_announced` returns announced coordinators.
 
-        Waits for a run, however long. Raises `ConfigError` if this peer's model or version is not the run's, and
+        Waits for a run without limit. Raises `ConfigError` if this peer's model or version is not the run's, and
         `PeerError` if the run refuses this peer.
         """
-        self._report = say
+        self._report = report
         while not self._done:
-            coordinator = await self._find_coordinator(find)
+            coordinator = await self._find_coordinator(find_announced)
             if coordinator is not None:
                 async with self._admission.asking(coordinator) as may_join:
                     if may_join:  # otherwise a run has admitted this peer meanwhile
-                        await self._join(coordinator, find)
+                        await self._join(coordinator, find_announced)
                     return
             await asyncio.sleep(_POLL_S)
 
-    async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
-        """Ask announced coordinators for the run's present coordinator, because announcements outlive runs."""
-        other_versions: list[int] = []  # protocol versions of peers whose answers cannot be read here
+    async def _find_coordinator(self, find_announced: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
+        """Ask announced coordinators for the run's current coordinator, because announcements outlive runs."""
+        other_versions: list[int] = []  # protocol versions of peers with which this peer cannot communicate
 
         async def ask(announced: PeerId) -> PeerId | None:
             try:
@@ -107,42 +112,42 @@ class Joiner:
                     return PeerId(view.term[1])
                 other_versions.append(version)
             except SwarmError as error:
-                # Not raised, because any peer may announce itself as a coordinator, and refuse.
+                # Only logged, because any peer may announce itself as a coordinator, and refuse.
                 is_news = isinstance(error, AccessDenied) and announced not in self._refused_by
                 self._refused_by |= {announced} if is_news else set()
                 _log.log(logging.WARNING if is_news else logging.INFO, "No run at %s: %s", announced, error)
             return None
 
-        # All at once, because silent peers would otherwise delay this peer one by one.
-        found = await first_result(map(ask, await find()))
-        for version in other_versions if found is None else ():
+        # All at once, because silent peers would otherwise delay this peer one after the other.
+        coordinator = await first_result(map(ask, await find_announced()))
+        for version in other_versions if coordinator is None else ():
             check_protocol_version(version, place="in the run", own_place="here")
-        return found
+        return coordinator
 
-    def _compare_versions(self, peer: PeerId, there: Mapping[str, str]) -> None:
+    def _compare_versions(self, peer: PeerId, versions: Mapping[str, str]) -> None:
         """Warn once if Python, torch or Lightning have other versions in the run than here, which is allowed."""
-        here = queries.own_greeting(0.0).versions
-        names = [name for name in _COMPARED if name in there and here.get(name) != there[name]]
+        own_versions = queries.own_greeting(0.0).versions
+        names = [name for name in _COMPARED if name in versions and own_versions.get(name) != versions[name]]
         if not names or self._has_warned:
             return
         self._has_warned = True
-        found = "; ".join(f"{name} {here.get(name)} here, {there[name]} there" for name in names)
+        differences = "; ".join(f"{name} {own_versions.get(name)} here, {versions[name]} there" for name in names)
         _log.warning(
             "Versions here and at %s differ: %s. This is allowed as long as both compute with the same model and "
             "optimizer state.",
             short_name(peer),
-            printable(found),
+            printable(differences),
         )
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return await VIEW.ask(self._transport, coordinator, None, timeout=self._timeout)
 
-    async def _join(self, coordinator: PeerId, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
+    async def _join(self, coordinator: PeerId, find_announced: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
         """Try to join up to `_MAX_ATTEMPTS` times. The coordinator may change meanwhile."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
-                if attempt > 1 and not self._membership.has_run:  # else this server follows the run's coordinator
-                    coordinator = await self._find_coordinator(find) or coordinator
+                if attempt > 1 and not self._membership.has_run:  # otherwise this server follows the run's coordinator
+                    coordinator = await self._find_coordinator(find_announced) or coordinator
                     if not self._membership.has_run:
                         self._membership.joining = coordinator
                 await self._attempt(coordinator, attempt)
@@ -184,19 +189,19 @@ class Joiner:
             arithmetic=self._admission.model.arithmetic,
         )
         reply = await JOIN.ask(self._transport, coordinator, request, timeout=self._timeout)
-        if self._stage is None or self._stage.index != reply.stage_index:  # the coordinator may choose another stage
+        if self._stage is None or self._stage.index != reply.stage_index:  # the coordinator chooses the stage
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         self._is_unlike = reply.is_unlike
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
-        # Joiners of a stage, and attempts of a joiner, start at different replicas, because a replica may be gone.
+        # Joiners, and the attempts of each, start at different replicas, because a replica may be gone.
         first = (self._membership.me.boot_id + attempt) % len(roster)
         checks = self._membership.oversee(view.manifest.settings).joining
         donors = checks.donors([*roster[first:], *roster[:first]], coordinator)
-        download = StageDownload(self._transport, self._stage, limits=self._limits, say=self._report)
+        download = StageDownload(self._transport, self._stage, limits=self._limits, report=self._report)
         try:
-            alone = self._one_donor or checks.one_donor
-            donor, version = await self._download(download, donors, self._stage, alone=alone)
+            one_donor = self._one_donor or checks.one_donor
+            donor, version = await self._download(download, donors, self._stage, one_donor=one_donor)
             self._joined_at = reply.view.version
             await self._admission.follow(RunState.from_view(reply.view, version), self._stage)
             self._report(f"Stage {self._stage.index} is loaded, at step {version}. This peer enters when a step ends.")
@@ -206,10 +211,10 @@ class Joiner:
             raise
 
     async def _download(
-        self, download: StageDownload, donors: Sequence[PeerId], stage: Stage, *, alone: bool
+        self, download: StageDownload, donors: Sequence[PeerId], stage: Stage, *, one_donor: bool
     ) -> tuple[PeerId, int]:
-        """Download and load the state of a stage; return the replica to follow, and the version."""
-        donor, incoming = await download.download(donors, alone=alone)
+        """Download and load a stage's state; return the replica whose records to follow, and the state's version."""
+        donor, incoming = await download.download(donors, one_donor=one_donor)
         snapshot = incoming.head.snapshot
         weights, state = incoming.values()
 
@@ -227,14 +232,14 @@ class Joiner:
             self._one_donor = True
             raise PeerError(f"the pieces that {donor} and {download.helpers} sent are not the state of one version")
         raise ConfigError(
-            f"a joiner must hold the bytes that it downloads; stage {stage.index} as loaded differs from what "
+            f"a stage must have the same state once it is loaded; stage {stage.index} differs from the state that "
             f"{donor} sent. Use the run's precision, optimizer and versions here."
         )
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
-        """Apply the records of the replica that sent the state, until one of them makes this server a member."""
+        """Request records from the donor and apply them, until a record makes this server a member."""
         checks = self._membership.oversight.joining
-        hold_s, seated = 0.0, False  # longest wait for the next record; whether the members are known
+        hold_s, has_members = 0.0, False  # longest wait for the next record; whether the run's members are known
         generation = self._membership.run.manifest.generation
         while not self._done:
             version = self._steps.version
@@ -243,37 +248,39 @@ class Joiner:
                 stage_index=stage.index,
                 version=version,
                 hold_s=hold_s,
-                seated=seated,
+                seated=has_members,
                 written=self._steps.sums.next.change.number,
             )
             reply, tensors = await NEXT.ask(
                 self._transport,
                 donor,
                 request,
-                timeout=hold_s + self._limits.call_timeout,  # shorter than for a download: the donor may freeze
+                timeout=hold_s + self._limits.call_timeout,  # shorter than for a download, because the donor may freeze
                 max_bytes=self._limits.max_message_bytes,
             )
             record = reply.record
-            if not seated and reply.seats is not None:
-                seated = self._seat(version, reply.seats)
-            gradient, behind = (tensors[:1], tensors[1:]) if record else ((), tensors)
+            if not has_members and reply.seats is not None:
+                has_members = self._adopt_members(version, reply.seats)
+            gradient, written = (tensors[:1], tensors[1:]) if record else ((), tensors)
             change = record.change if record is not None else reply.change
             if change not in (NO_CHANGE, self._steps.sums.next.change) and version == self._steps.version:
-                await self._steps.follow_change(version, change, named(reply.names, behind))
+                await self._steps.follow_change(version, change, named(reply.names, written))
                 hold_s = 0.0
             elif record is None:
-                is_ready = await checks.confirm_members(version, partial(self._seat, version)) and not self._done
+                is_ready = (
+                    await checks.confirm_members(version, partial(self._adopt_members, version)) and not self._done
+                )
                 if is_ready:
                     await self._report_ready(generation, version)
                 hold_s = _HOLD_S if is_ready else _POLL_S
-            if record is not None and record.step >= self._steps.version:  # else the coordinator sent it first
+            if record is not None and record.step >= self._steps.version:  # otherwise the coordinator sent it first
                 await checks.check_record(record)
                 self._check_portable(record, stage)
-                await self._steps.commit(record, {stage.index: _gradient(gradient, stage)})
+                await self._steps.commit(record, {stage.index: _checked_gradient(gradient, stage)})
                 hold_s = 0.0
 
     def _check_portable(self, record: Record, stage: Stage) -> None:
-        """Refuse a record that machines of other kinds apply without portable arithmetic, because bits would differ."""
+        """Refuse a record that servers of another kind apply without portable arithmetic, because bits would differ."""
         if self._is_unlike and record.outcome == "apply" and stage.index not in (record.portable or ()):
             raise PeerError(
                 f"record {record.step} was decided before the run knew that this machine is of another kind"
@@ -285,11 +292,11 @@ class Joiner:
         ready = ReadyRequest(generation=generation, version=version)
         try:
             await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
-        except ProtocolError as error:  # another server may have got its slot meanwhile
+        except ProtocolError as error:  # another joiner may have received its slot meanwhile
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
 
-    def _seat(self, version: int, seats: SeatedMembers) -> bool:
-        """Adopt the run's members at a version; return False if it is past."""
+    def _adopt_members(self, version: int, seats: SeatedMembers) -> bool:
+        """Adopt the run's members at a version; return False if the run is past that version."""
         if self._done or version != self._steps.version:
             return False
         self._membership.run.check_seats(seats)
@@ -310,15 +317,15 @@ class Joiner:
         rosters = self._membership.run.present(closing.absent)
         if not all(rosters[: self._membership.run.num_pipeline_stages]):
             raise ProtocolError(f"a round of stage {stage.index} must have members")
-        held = self._steps.rounds.holds(closing)  # true if asked again, shortly before the record is decided
-        if not held:
+        is_held = self._steps.rounds.holds(closing)  # true if the coordinator asks again, before it decides the record
+        if not is_held:
             if request.change.written is not None and stage.index in request.change.written.stages:
-                await self._steps.wait_for_written(closing.step, request.change.number)  # the donor sends them
+                await self._steps.wait_for_written(closing.step, request.change.number)  # sent by the donor
             await self._steps.follow_change(closing.step, request.change, {})
             mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
         version_hash = await self._compute(partial(stage.fingerprint, request.challenge))
         self._steps.sums.check(caller, closing.generation, closing.step)
-        if not held:
+        if not is_held:
             self._steps.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
         checks = self._membership.oversight.joining
         parts = await checks.mean_digests(closing, stage.index, len(rosters[stage.index]))
@@ -326,11 +333,11 @@ class Joiner:
         return ListenReply(boot_id=boot_id, version_hash=version_hash, parts=parts)
 
 
-def _gradient(tensors: Sequence[Tensor], stage: Stage) -> Tensor:
-    """Return a received mean gradient, on the stage's device; refuse another number, shape or dtype of tensors."""
+def _checked_gradient(tensors: Sequence[Tensor], stage: Stage) -> Tensor:
+    """Return a received mean gradient, on the stage's device; refuse tensors of another number, shape or dtype."""
     like = stage.next_sum.like
-    wanted = (stage.mean_length,), like.dtype
-    found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    if found != [wanted]:
-        raise ProtocolError(f"a mean gradient of stage {stage.index} has {wanted}; got {found}")
+    expected = (stage.mean_length,), like.dtype
+    received = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    if received != [expected]:
+        raise ProtocolError(f"a mean gradient of stage {stage.index} must be one tensor {expected}, got {received}")
     return tensors[0].to(like.device)

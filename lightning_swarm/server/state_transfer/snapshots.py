@@ -1,4 +1,9 @@
-"""Snapshots of stages, in case all servers of a stage die: of a server's own stages, and of another server's."""
+"""Snapshots of a server's own stages and of another server's, in case all servers of a stage die.
+
+A record may order snapshots of the weights after it. Then each server copies its stages before the next record, and
+the first replica of each stage sends its copy to the backup that the order names (KEEP). The coordinator asks servers
+for lists of the snapshots that they keep (HELD). In a rollback, trainers fetch snapshots (SNAPSHOT).
+"""
 
 from __future__ import annotations
 
@@ -32,14 +37,14 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 
 class KeptLoops:
-    """States of the lead's loop that this peer keeps, one for each snapshot, so that it could lead the run."""
+    """Keeps states of the lead's loop, one for each snapshot, so that this peer could lead the run."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers, ordered: Callable[[], set[int]]) -> None:
         self._membership = context.membership
         self._steps = steps
         self._ordered = ordered  # returns the versions of the ordered snapshots
         self._kept: dict[int, Message] = {}  # version -> the state as received
-        self.unfit: Callable[[Manifest], str] = lambda _: ""  # why this peer could not lead a run; empty if it could
+        self.unfit: Callable[[Manifest], str] = lambda _: ""  # returns why this peer could not lead; empty if it could
         max_bytes = context.limits.loop_bytes
         KEEP_LOOP.serve(context.transport, self._handle_keep, max_bytes=max_bytes, admit=self._check_lead)
 
@@ -60,7 +65,7 @@ class KeptLoops:
     async def _handle_keep(self, caller: PeerId, head: KeptLoop, message: Message) -> None:
         """Keep the loop's state of a version whose snapshot was ordered."""
         self._check(caller, head)
-        await self._steps.wait_for_next(head.version)  # the record that orders it may come here later than to the lead
+        await self._steps.wait_for_next(head.version)  # the lead may apply the record that orders it earlier
         self._check(caller, head)  # the run may have changed meanwhile
         if head.version not in self._ordered():
             raise ProtocolError(f"no record orders a snapshot of version {head.version}")
@@ -69,7 +74,7 @@ class KeptLoops:
         self.prune()
 
     def _check_lead(self, caller: PeerId) -> None:
-        self._membership.check_lead(caller, "says what its loop was at")
+        self._membership.check_lead(caller, "sends its loop's state")
 
     def _check(self, caller: PeerId, head: KeptLoop) -> None:
         run = self._membership.run
@@ -82,7 +87,7 @@ class KeptLoops:
 _log = logging.getLogger(__name__)
 
 
-def copied(stage: Stage, generation: int) -> tuple[Snapshot, list[Tensor]]:
+def copy_stage(stage: Stage, generation: int) -> tuple[Snapshot, list[Tensor]]:
     """Copy a stage's weights and optimizer state to the CPU, on the compute thread."""
     weights, state = stage.weights(), stage.optimizer.state()
     structure, tensors = serialization.flatten(list(state.values()))
@@ -96,7 +101,7 @@ def copied(stage: Stage, generation: int) -> tuple[Snapshot, list[Tensor]]:
         structure=structure,
         selection=stage.selection,
     )
-    # Copied, because sending may take long, and records change the stage meanwhile.
+    # Copied even on the CPU, because sending may take long, and records change the stage meanwhile.
     return head, [tensor.detach().to("cpu", copy=True) for tensor in [*weights.values(), *tensors]]
 
 
@@ -105,12 +110,12 @@ class _StoredSnapshot:
     head: Snapshot
     digest: bytes  # digest of head and tensors
     tensors: Sequence[Tensor]  # empty if they are in the file
-    file: TensorFile | None = None  # removed with the last reference to it, which a reader may hold
-    places: Sequence[TensorPlace] = ()  # of the tensors in the file
+    file: TensorFile | None = None  # deleted with its last reference, which a reader may still have
+    places: Sequence[TensorPlace] = ()  # where the tensors are in the file
 
 
 class SnapshotStore:
-    """Snapshots in memory, and beyond `max_bytes` in files that vanish with this process."""
+    """Keeps snapshots in memory, and beyond `max_bytes` in files that vanish with this process."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -130,12 +135,12 @@ class SnapshotStore:
         return sum(num_bytes(snapshot.tensors) for snapshot in self._kept.values())
 
     async def put(self, head: Snapshot, tensors: Sequence[Tensor], *, wanted: Callable[[], bool]) -> None:
-        """Keep an immutable snapshot if it is still `wanted` once written; raise `OSError` if there is no room."""
-        own = await asyncio.to_thread(digest, tensors, encode(head))
-        kept = _StoredSnapshot(head, own, tensors)
+        """Keep a snapshot, which must not change, if it is still `wanted` once written; `OSError` without room."""
+        own_digest = await asyncio.to_thread(digest, tensors, encode(head))
+        kept = _StoredSnapshot(head, own_digest, tensors)
         if self.used_bytes + num_bytes(tensors) > self._max_bytes:
             file = TensorFile()
-            kept = _StoredSnapshot(head, own, (), file, await asyncio.to_thread(file.write, tensors))
+            kept = _StoredSnapshot(head, own_digest, (), file, await asyncio.to_thread(file.write, tensors))
         if wanted():
             self._kept[head.version, head.stage_index] = kept
 
@@ -195,8 +200,9 @@ class Snapshots:
         order, run = self.ordered, self._membership.run
         if order is None:
             return []
-        own = [one for one in self.store.held if one.version == order.version and one.stage_index in self._steps.stages]
-        return [one for one in own if run.digest_of(one.stage_index, one.version) is None]
+        newest = [snapshot for snapshot in self.store.held if snapshot.version == order.version]
+        own = [snapshot for snapshot in newest if snapshot.stage_index in self._steps.stages]
+        return [snapshot for snapshot in own if run.digest_of(snapshot.stage_index, snapshot.version) is None]
 
     def _versions(self) -> set[int]:
         """Return the versions whose snapshots are to be kept."""
@@ -211,24 +217,24 @@ class Snapshots:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
         order = _SnapshotOrder(record.step + 1, snapshot.keep, time.monotonic(), generation, snapshot.backups)
-        self._older = next((one for one in (self.ordered, self._older) if one and one.version == snapshot.keep), None)
+        self._older = self._order_of(snapshot.keep)
         self.ordered = order
         self._senders = {key: peer for key, peer in self._senders.items() if self._order_of(key[1]) is not None}
         self.store.keep_only(record.snapshot.keep)  # the new version is added once it is copied
         self.loops.prune()
         rosters = self._membership.run.rosters  # rosters after the record
         # Only the first replica of a stage sends a copy to the server that the order names.
-        first = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
-        return self._take(order, [self._steps.stage(index) for index in self._steps.stages], first)
+        sent = {index for index, roster in enumerate(rosters) if roster[0] == self._membership.me}
+        return self._take(order, [self._steps.stage(index) for index in self._steps.stages], sent)
 
-    async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], first: Collection[int]) -> None:
-        """Copy stages before the next record, and send the copies of the stages in `first` to other servers."""
+    async def _take(self, order: _SnapshotOrder, stages: Sequence[Stage], sent: Collection[int]) -> None:
+        """Copy stages before the next record, and send the copies of the stages in `sent` to other servers."""
         taken: dict[int, tuple[Snapshot, list[Tensor]]] = {}
         # Copy all stages before hashing any copy, because hashing may take longer than a step.
-        for head, tensors in [await self._compute(partial(copied, stage, order.generation)) for stage in stages]:
-            if head.version == order.version and await self._put(head, tensors, order):  # else the stage is ahead
+        for head, tensors in [await self._compute(partial(copy_stage, stage, order.generation)) for stage in stages]:
+            if head.version == order.version and await self._put(head, tensors, order):  # else it is ahead
                 taken[head.stage_index] = head, tensors
-        for index in sorted(first & taken.keys()):
+        for index in sorted(sent & taken.keys()):
             backup = order.backups[index] if index < len(order.backups) else None
             if backup is None or self.ordered is not order:  # no server keeps it, or the order is void by now
                 continue
@@ -250,12 +256,12 @@ class Snapshots:
     # ------------------------------------------------------------------ if servers are not trusted
 
     async def _replace_false(self, recorded: Sequence[HeldSnapshot]) -> None:
-        """Replace kept snapshots of other servers' stages whose digest is not the record's."""
-        mine = {(one.stage_index, one.version): one.digest for one in self.store.held}
-        for one in recorded:
-            if mine.get((one.stage_index, one.version), one.digest) != one.digest:
-                self.store.discard(one.version, one.stage_index)
-                await self._fetch(one)
+        """Replace kept snapshots of other servers' stages whose digests differ from the record's."""
+        digests = {(kept.stage_index, kept.version): kept.digest for kept in self.store.held}
+        for snapshot in recorded:
+            if digests.get((snapshot.stage_index, snapshot.version), snapshot.digest) != snapshot.digest:
+                self.store.discard(snapshot.version, snapshot.stage_index)
+                await self._fetch(snapshot)
 
     async def _fetch(self, recorded: HeldSnapshot) -> None:
         """Fetch a snapshot from a server that took it, because another server sent a false copy."""
@@ -264,26 +270,27 @@ class Snapshots:
             return
         sender = self._senders.pop((index, version), None)
         if sender is not None:
-            reason = "the snapshot that it sent is not what its stage's servers took"
+            reason = "the snapshot that it sent differs from its stage's snapshot in the record"
             self._events.note("unconfirmed", peer=sender, stage=index, step=version, reason=reason)
         request = SnapshotRequest(stage_index=index, version=version)
         timeout, max_bytes = self._limits.join_timeout, self._limits.max_message_bytes
-        for peer in [one.peer_id for one in self._membership.run.rosters[index] if one.peer_id != sender]:
+        for peer in [member.peer_id for member in self._membership.run.rosters[index] if member.peer_id != sender]:
             try:
                 head, tensors = await SNAPSHOT.ask(self._transport, peer, request, timeout=timeout, max_bytes=max_bytes)
                 if await asyncio.to_thread(digest, tensors, encode(head)) == recorded.digest:
                     await self.store.put(head, tensors, wanted=lambda: self._order_of(version) is order)
                     return
             except (SwarmError, OSError) as error:
-                _log.info("%s gives no snapshot of stage %d: %s", peer, index, error)
+                _log.info("%s did not send its snapshot of stage %d: %s", peer, index, error)
 
-    def _order_of(self, version: int) -> _SnapshotOrder | None:
-        """Return the order for the kept snapshots of a version."""
-        return next((one for one in (self.ordered, self._older) if one is not None and one.version == version), None)
+    def _order_of(self, version: int | None) -> _SnapshotOrder | None:
+        """Return the order for the kept snapshots of a version, if there is one."""
+        return next((order for order in (self.ordered, self._older) if order and order.version == version), None)
 
     # ------------------------------------------------------------------ calls of other peers
 
     async def _handle_held(self, caller: PeerId, _: None) -> HeldSnapshots:
+        """List the snapshots, and the states of the lead's loop, that this peer keeps."""
         run = self._membership.run
         if caller not in (*run.trainers, *run.servers):
             raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
@@ -296,26 +303,26 @@ class Snapshots:
         await self._steps.wait_for_next(head.version)
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
-            raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
+            raise ProtocolError(f"the copy of stage {head.stage_index} does not have the hash that its sender states")
         recorded = self._membership.run.digest_of(head.stage_index, head.version)
         if recorded is not None and await asyncio.to_thread(digest, message.tensors, encode(head)) != recorded:
-            held = any(one.digest == recorded for one in self.store.held)
-            if self._membership.run.trusted and not held:
+            is_kept = any(kept.digest == recorded for kept in self.store.held)
+            if self._membership.run.trusted and not is_kept:
                 self._senders[head.stage_index, head.version] = caller
                 self._spawn(
                     self._fetch(HeldSnapshot(stage_index=head.stage_index, version=head.version, digest=recorded))
                 )
             raise ProtocolError(
-                f"a record tells the BLAKE3 digest of stage {head.stage_index} at version {head.version}, and this "
-                "copy has another one"
+                f"the copy of stage {head.stage_index} at version {head.version} must have the BLAKE3 digest in the "
+                "record, but has another"
             )
         order = self._check_ordered(caller, head)  # a newer order may have come
         self._senders[head.stage_index, head.version] = caller
         if not await self._put(head, message.tensors, order):
-            raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
+            raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or it is obsolete")
 
     def _check_ordered(self, caller: PeerId, head: Snapshot) -> _SnapshotOrder:
-        """Return the order by which this server keeps a stage's copy; refuse a copy that no order asks for."""
+        """Return the order by which this server keeps a stage's copy; refuse a copy that was not ordered."""
         run = self._membership.run
         run.check_generation(head.generation)
         order = self.ordered
@@ -325,9 +332,7 @@ class Snapshots:
             or head.stage_index >= min(len(order.backups), len(run.rosters))
             or order.backups[head.stage_index] != self._transport.peer_id
         ):
-            raise ProtocolError(
-                f"no record orders that stage {head.stage_index} at version {head.version} is kept here"
-            )
+            raise ProtocolError(f"no record orders a copy of stage {head.stage_index} at version {head.version} here")
         if caller not in {member.peer_id for member in run.rosters[head.stage_index]}:
             raise ProtocolError(f"{caller} does not hold stage {head.stage_index}")
         names = [name for name, _, _ in run.manifest.stages[head.stage_index].parameters]
@@ -336,7 +341,7 @@ class Snapshots:
         return order
 
     async def _handle_snapshot(self, caller: PeerId, request: SnapshotRequest) -> WithTensors[Snapshot]:
-        """Send a kept snapshot to the server that is to keep another copy, or to a trainer."""
+        """Send a kept snapshot to the server that the order names as backup, or to a trainer."""
         order = self._order_of(request.version)
         backups = order.backups if order is not None else ()
         if request.stage_index >= len(backups) or backups[request.stage_index] != caller:

@@ -1,4 +1,4 @@
-"""A stage's state as it travels to a joiner: copied at a donor, downloaded in pieces, filled in at the joiner."""
+"""The copy of a stage's state that a joiner downloads: made by a donor, sent in pieces, assembled by the joiner."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from lightning_swarm.protocol.messages.membership import FollowReply, FollowRequ
 from lightning_swarm.protocol.rpc import FOLLOW, PIECE
 from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.state_transfer.snapshots import copied
+from lightning_swarm.server.state_transfer.snapshots import copy_stage
 
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 4 << 20  # bytes requested at once; a donor may send less
-_PULLS: Final = 2  # requests to a donor at once, so that its link is never idle
-_MAX_HELPERS: Final = 3  # donors that send pieces beside the donor that is followed
+_PULLS: Final = 2  # concurrent requests to each donor, so that its link is never idle
+_MAX_HELPERS: Final = 3  # most servers that send pieces beside the donor
 _BUSY_S: Final = 1.0  # pause after a donor was busy
-_HOLD_S: Final = 15.0  # seconds to wait for room for one more download, at all donors together
+_HOLD_S: Final = 15.0  # seconds to wait for a slot in one round over all donors
 _RELEASE_S: Final = 2.0  # timeout of the notice that the download is done
 
 
 @dataclass(frozen=True, eq=False)
 class StageCopy:
-    """A copy of a stage's whole state, which records no longer change."""
+    """A copy of a stage's whole state at one version."""
 
     head: FollowReply  # describes the tensors
     tensors: tuple[Tensor, ...]  # contiguous, on the CPU
 
     @classmethod
     def of(cls, stage: Stage, generation: int) -> StageCopy:
-        """Copy a stage as it is now. On the compute thread, so that the copy falls between two records."""
-        snapshot, copies = copied(stage, generation)
+        """Copy a stage's current state. Runs on the compute thread, so that the copy falls between two records."""
+        snapshot, copies = copy_stage(stage, generation)
         tensors = tuple(tensor.contiguous() for tensor in copies)
         layouts = [TensorLayout(shape=list(tensor.shape), dtype=dtype_name(tensor.dtype)) for tensor in tensors]
         return cls(FollowReply(snapshot=snapshot, layouts=layouts), tensors)
@@ -60,17 +60,17 @@ class StageCopy:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def piece(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return the bytes from `start` to `stop` of all tensors, one after the other; shared memory, not copies."""
+        """Return the bytes from `start` to `stop` of all concatenated tensors, in shared memory instead of copies."""
         return tuple(_overlaps(self.tensors, start, stop))
 
 
 class IncomingSnapshot:
-    """A snapshot of `stage` that is filled in piece by piece."""
+    """A snapshot of a stage that is assembled from pieces."""
 
     def __init__(self, head: FollowReply, stage: Stage, *, max_bytes: int) -> None:
-        own = [(list(tensor.shape), dtype_name(tensor.dtype)) for tensor in stage.weights().values()]
-        if [(layout.shape, layout.dtype) for layout in head.layouts[: len(head.snapshot.weights)]] != own:
-            raise ProtocolError(f"the weights of a snapshot of stage {stage.index} are other tensors than the stage's")
+        expected = [(list(tensor.shape), dtype_name(tensor.dtype)) for tensor in stage.weights().values()]
+        if [(layout.shape, layout.dtype) for layout in head.layouts[: len(head.snapshot.weights)]] != expected:
+            raise ProtocolError(f"a snapshot of stage {stage.index} must have weights of the stage's shapes and dtypes")
         sizes = [math.prod(layout.shape) * _dtype(layout).itemsize for layout in head.layouts]
         self.num_bytes = sum(sizes)
         if self.num_bytes > max_bytes:
@@ -79,24 +79,24 @@ class IncomingSnapshot:
                 "Raise it, or cut the model into more stages."
             )
         self.head = head
-        # Allocate memory only now, after a wrong stage or too many bytes were refused.
+        # Memory is allocated only after the shapes and the size were checked.
         self._tensors = [torch.empty(layout.shape, dtype=_dtype(layout)) for layout in head.layouts]
 
     def fill(self, start: int, parts: Sequence[Tensor], *, at_most: int) -> int:
-        """Write a piece; return its bytes. A piece that does not fit raises `ProtocolError` and changes nothing."""
+        """Write a piece, and return its number of bytes. `ProtocolError` if it is invalid; then nothing has changed."""
         num_bytes = sum(part.numel() for part in parts)
         if not 0 < num_bytes <= at_most or any(part.dtype != torch.uint8 or part.ndim != 1 for part in parts):
             raise ProtocolError(f"a piece has 1 to {at_most} bytes, got {num_bytes} elements in {len(parts)} tensors")
-        # The parts of this snapshot's tensors into which the piece is written.
+        # The memory in this snapshot's tensors to which the piece belongs.
         views = list(_overlaps(self._tensors, start, start + num_bytes))
         if [view.numel() for view in views] != [part.numel() for part in parts]:
-            raise ProtocolError(f"a piece from byte {start} on is cut where tensors end; this one is cut otherwise")
+            raise ProtocolError(f"a piece must be cut where tensors end, but the piece at byte {start} is not")
         for view, part in zip(views, parts, strict=True):
             view.copy_(part)
         return num_bytes
 
     def values(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the weights and the optimizer's state by name; raise `ProtocolError` if they cannot be a stage's."""
+        """Return the weights and the optimizer's state by name; raise `ProtocolError` if they are malformed."""
         for tensor in self._tensors:
             # torch computes nonsense with a bool that is neither 0 nor 1.
             if tensor.dtype is torch.bool and tensor.numel() and int(_flat(tensor).max()) > 1:
@@ -107,7 +107,7 @@ class IncomingSnapshot:
 
 
 def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """Yield the bytes from `start` to `stop` of all tensors, one after the other."""
+    """Yield, for each tensor that has any, its bytes from `start` to `stop` of all concatenated tensors."""
     first = 0
     for tensor in tensors:
         end = first + tensor.nbytes
@@ -117,39 +117,39 @@ def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tens
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    # Not `reshape`: one number from a column is contiguous but keeps the column's stride, which no byte view allows.
+    # Not `reshape`: a single number from a column is contiguous and keeps its stride, which no byte view allows.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _dtype(layout: TensorLayout) -> torch.dtype:
-    """Return a layout's dtype. Raises `ProtocolError` if its name is none of torch's, or an alias such as `cfloat`."""
+    """Return a layout's dtype. Raises `ProtocolError` for an unknown name, or an alias such as `cfloat`."""
     dtype = getattr(torch, layout.dtype, None)
     if not isinstance(dtype, torch.dtype) or dtype.is_complex != layout.dtype.startswith("complex"):
-        raise ProtocolError(f"a tensor of a snapshot has a dtype of torch's, got {layout.dtype!r}")
+        raise ProtocolError(f"a tensor of a snapshot must have a dtype of torch, got {layout.dtype!r}")
     return dtype
 
 
 class StageDownload:
-    """The download of one stage. `stage`, in the joiner's own model, defines the expected tensors."""
+    """The download of one stage. The `stage` of the joiner's own model defines the expected tensors."""
 
     def __init__(
-        self, transport: Transport, stage: Stage, *, limits: Limits, say: Callable[[str], None] = _log.info
+        self, transport: Transport, stage: Stage, *, limits: Limits, report: Callable[[str], None] = _log.info
     ) -> None:
         self._transport = transport
         self._stage = stage
         self._limits = limits
-        self._say = say
-        self._missing: dict[int, int] = {}  # begin -> end of each missing piece
-        self._asked: dict[int, set[PeerId]] = {}  # begin of a piece -> peers that were asked for it
-        self.donor: PeerId | None = None  # the donor that was asked last for a copy and all later records
+        self._report = report
+        self._missing: dict[int, int] = {}  # missing pieces: start -> stop
+        self._asked: dict[int, set[PeerId]] = {}  # start of a piece -> peers with an open request for it
+        self.donor: PeerId | None = None  # the last peer that was asked for a copy and all later records
         self.helpers: set[PeerId] = set()  # peers that sent a piece beside the donor
-        self._copied: list[PeerId] = []  # peers beside the donor that hold a copy for this peer
+        self._copied: list[PeerId] = []  # peers beside the donor that keep a copy for this peer
 
-    async def download(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
-        """Download all of a stage; return it with the donor that keeps the records from its version on.
+    async def download(self, donors: Sequence[PeerId], *, one_donor: bool) -> tuple[PeerId, IncomingSnapshot]:
+        """Download a stage; return the donor, which keeps the later records for this peer, and the stage's snapshot.
 
-        The donors are asked in their order; with `alone`, a single donor sends everything. Raises `PeerError` if the
-        donor is gone, or no longer holds the copy.
+        The first of `donors` that has a slot becomes the donor. Further peers help it by sending pieces, unless
+        `one_donor`. Raises `PeerError` if the donor is gone, or no longer keeps the copy.
         """
         try:
             async with asyncio.timeout(self._limits.join_timeout):
@@ -159,20 +159,21 @@ class StageDownload:
                     start: min(start + PIECE_BYTES, incoming.num_bytes)
                     for start in range(0, incoming.num_bytes, PIECE_BYTES)
                 }
-                others = [] if alone else [peer for peer in donors if peer != donor][:_MAX_HELPERS]
-                donors_text = f"{1 + len(others)} peer{'s' if others else ''}"
-                self._say(
+                helpers = [] if one_donor else [peer for peer in donors if peer != donor][:_MAX_HELPERS]
+                donors_text = f"{1 + len(helpers)} peer{'s' if helpers else ''}"
+                self._report(
                     f"Downloading stage {self._stage.index} ({incoming.num_bytes / 1e6:.1f} MB) from {donors_text}."
                 )
-                await self._pull_all(donor, others, incoming)
+                await self._pull_all(donor, helpers, incoming)
                 return donor, incoming
         except TimeoutError:
             raise DeadlineExceeded(
-                f"stage {self._stage.index} was not here within `Limits.join_timeout` = {self._limits.join_timeout:g} s"
+                f"stage {self._stage.index} must be downloaded within `Limits.join_timeout` = "
+                f"{self._limits.join_timeout:g} s, but was not. Raise it for a slow link."
             ) from None
 
     async def _follow_first(self, donors: Sequence[PeerId]) -> tuple[PeerId, FollowReply]:
-        """Follow the first donor with room for one more download; wait for room, because a donor serves few joiners."""
+        """Follow the first donor that has a slot for a download; wait for a slot, because each donor has few."""
         hold_s = 0.0
         while True:
             for donor in donors:
@@ -180,74 +181,74 @@ class StageDownload:
                 try:
                     return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:
-                    _log.info("%s has no slot for one more download: %s", donor, error)
-            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor may answer busy at once, without waiting `hold_s`
+                    _log.info("%s has no slot for a download: %s", donor, error)
+            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor may answer `Busy` at once, without waiting
             hold_s = _HOLD_S
 
     async def _follow(self, donor: PeerId, version: int | None, *, hold_s: float = 0.0) -> FollowReply:
-        """Have a donor copy the stage for this peer, at a version or (None) at its newest; return the copy's head."""
+        """Ask a donor to copy the stage, at a version or (None) the newest, for this peer; return the copy's head."""
         request = FollowRequest(stage_index=self._stage.index, version=version, hold_s=hold_s)
         timeout = hold_s + self._limits.call_timeout
         head, _ = await FOLLOW.ask(self._transport, donor, request, timeout=timeout, max_bytes=0)
-        there = head.snapshot
-        if there.stage_index != self._stage.index or version not in (None, there.version):
+        snapshot = head.snapshot
+        if snapshot.stage_index != self._stage.index or version not in (None, snapshot.version):
             raise ProtocolError(
-                f"stage {self._stage.index} was asked for, at version {version}; {donor} has stage {there.stage_index} "
-                f"at version {there.version}"
+                f"{donor} must copy stage {self._stage.index} at version {'any' if version is None else version}, "
+                f"but copied stage {snapshot.stage_index} at version {snapshot.version}"
             )
         return head
 
-    async def _pull_all(self, donor: PeerId, others: Sequence[PeerId], incoming: IncomingSnapshot) -> None:
+    async def _pull_all(self, donor: PeerId, helpers: Sequence[PeerId], incoming: IncomingSnapshot) -> None:
         """Fetch all pieces from the donor and helpers; the donor alone must suffice. Release the helpers' copies."""
-        helping = asyncio.ensure_future(gather(self._help(peer, incoming) for peer in others))
+        helping = asyncio.ensure_future(gather(self._pull_from_helper(peer, incoming) for peer in helpers))
         try:
-            await gather(self._pull(donor, incoming, to_the_end=True) for _ in range(_PULLS))
+            await gather(self._pull(donor, incoming, is_donor=True) for _ in range(_PULLS))
         finally:
             await cancel_and_wait([helping])
         if not helping.cancelled():
             helping.result()
         await gather(self._release(peer, incoming) for peer in self._copied)
 
-    async def _help(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
-        """Fetch pieces from one more donor; if it fails, the others send its pieces."""
+    async def _pull_from_helper(self, peer: PeerId, incoming: IncomingSnapshot) -> None:
+        """Fetch pieces from a helper; if it fails, other peers send its pieces."""
         try:
             head = await self._follow(peer, incoming.head.snapshot.version)
             self._copied.append(peer)
             if head != incoming.head:
-                raise ProtocolError(f"stage {self._stage.index} is not the same at {peer}")
-            await gather(self._pull(peer, incoming, to_the_end=False) for _ in range(_PULLS))
+                raise ProtocolError(f"the copy of stage {self._stage.index} at {peer} differs from the donor's")
+            await gather(self._pull(peer, incoming, is_donor=False) for _ in range(_PULLS))
         except SwarmError as error:
             _log.info("%s does not help with the download: %s", peer, error)
 
-    async def _pull(self, peer: PeerId, incoming: IncomingSnapshot, *, to_the_end: bool) -> None:
-        """Request pieces, one after the other; with `to_the_end`, also pieces that other peers were asked for."""
-        while (start := self._next_piece(peer, to_the_end=to_the_end)) is not None:
+    async def _pull(self, peer: PeerId, incoming: IncomingSnapshot, *, is_donor: bool) -> None:
+        """Request pieces, one after the other; from the donor also pieces that helpers were asked for."""
+        while (start := self._next_piece(peer, is_donor=is_donor)) is not None:
             asked = self._asked.setdefault(start, set())
             asked.add(peer)
             stop = self._missing[start]
             try:
                 tensors = await self._piece(peer, incoming, start, stop)
             except Busy:
-                if not to_the_end:  # a helper is not needed
+                if not is_donor:  # the donor alone suffices
                     return
                 await asyncio.sleep(_BUSY_S)
                 continue
             finally:
                 asked.discard(peer)
             if self._missing.get(start) != stop:
-                continue  # another peer was quicker
+                continue  # another peer sent the piece first
             num_bytes = incoming.fill(start, tensors, at_most=stop - start)
             del self._missing[start]
             if start + num_bytes < stop:  # the donor sent less, so the rest is a piece of its own
                 self._missing[start + num_bytes] = stop
-            if not to_the_end:
+            if not is_donor:
                 self.helpers.add(peer)
 
-    def _next_piece(self, peer: PeerId, *, to_the_end: bool) -> int | None:
+    def _next_piece(self, peer: PeerId, *, is_donor: bool) -> int | None:
         """Return the start of the piece to request from a peer; None if it can send nothing more."""
         free = (start for start in self._missing if not self._asked.get(start))
-        owed = (start for start in self._missing if to_the_end and peer not in self._asked.get(start, ()))
-        return next(free, next(owed, None))
+        shared = (start for start in self._missing if is_donor and peer not in self._asked.get(start, ()))
+        return next(free, next(shared, None))
 
     async def _piece(self, peer: PeerId, incoming: IncomingSnapshot, start: int, stop: int) -> tuple[Tensor, ...]:
         request = PieceRequest(
@@ -261,4 +262,4 @@ class StageDownload:
         try:
             await self._piece(peer, incoming, 0, 0)
         except PeerError as error:
-            _log.info("%s was not told that the download is done: %s", peer, error)
+            _log.info("%s was not notified that the download is done: %s", peer, error)

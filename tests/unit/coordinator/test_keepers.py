@@ -366,7 +366,7 @@ def test_a_joiner_takes_the_members_from_the_coordinator_not_from_its_donor(
     swarm.run(step(swarm, 0))
     server = swarm.add_server("j")
     seen = []
-    seat = server.joiner._seat
+    seat = server.joiner._adopt_members
 
     def lied(version: int, seats: Any) -> bool:
         if not seen:  # the donor's statement comes first
@@ -374,7 +374,7 @@ def test_a_joiner_takes_the_members_from_the_coordinator_not_from_its_donor(
         seen.append(seats.keepers)
         return seat(version, seats)
 
-    monkeypatch.setattr(server.joiner, "_seat", lied)
+    monkeypatch.setattr(server.joiner, "_adopt_members", lied)
 
     async def find() -> Sequence[PeerId]:
         return [A]

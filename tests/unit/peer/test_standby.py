@@ -204,7 +204,7 @@ def test_a_standby_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwar
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"by": A}, "the lead trainer says what its loop was at, not a"),
+        ({"by": A}, "the lead trainer sends its loop's state, not a"),
         ({"version": 0}, "no record orders a snapshot of version 0"),
         ({"value": torch.zeros(20_000)}, "bytes"),
         # A state that could not be read at a takeover is refused on arrival.

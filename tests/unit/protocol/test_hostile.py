@@ -985,7 +985,7 @@ def test_tensors_of_who_may_not_send_them_stay_unread(
     transport = swarm.servers[B]._transport if caller == B else swarm.network.transport(caller)
     monkeypatch.setattr(framing, "new_bytes", Mock(side_effect=Unread))
     message = Message(b"", (torch.zeros(1 << 20),))
-    with pytest.raises(ProtocolError, match=r"none of the|brings weights|no server of the run|what its loop was at"):
+    with pytest.raises(ProtocolError, match=r"none of the|sends weights|no server of the run|sends its loop's state"):
         swarm.run(transport.stream(A, method, message, timeout=10.0))
     assert not framing.new_bytes.called
 

@@ -705,7 +705,7 @@ def test_a_job_of_a_run_that_was_left_meanwhile_changes_nothing(
 def test_weights_change_only_by_records(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     before = swarm.state()
-    with pytest.raises(ProtocolError, match="takes its initial weights once"):
+    with pytest.raises(ProtocolError, match="accepts its initial weights once"):
         swarm.run(swarm.trainer.stream(A, LOAD.name, weights_of(swarm), timeout=1.0))
     assert swarm.state() == before
 
@@ -754,7 +754,7 @@ def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stranger = swarm.network.transport("stranger")
     state = StageState(stage_index=0, version=0, generation=0, optimizer=False, names=[], structure=None)
-    with pytest.raises(ProtocolError, match="the lead trainer brings weights, not stranger"):
+    with pytest.raises(ProtocolError, match="the lead trainer sends weights, not stranger"):
         swarm.run(stranger.stream(A, LOAD.name, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ended by one of"):
         swarm.run(stranger.call(A, LEAVE.name, b"", timeout=1.0))
