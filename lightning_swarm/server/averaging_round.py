@@ -31,7 +31,7 @@ from lightning_swarm.server.averaging.all_reduce import (
     AveragingState,
     Compute,
     Group,
-    GroupParts,
+    PartEncoder,
 )
 from lightning_swarm.server.averaging.averager import Averager, Butterfly, PowerSGD, refuse
 from lightning_swarm.server.averaging.clipped import ClippedAverager
@@ -318,7 +318,7 @@ class AveragingRounds:
         if rule != "none":
             assert_never(rule)
         if codecs.rank is None:
-            return Butterfly(GroupParts(codecs.averaging, self._compute), codecs.error_feedback)
+            return Butterfly(PartEncoder(codecs.averaging, self._compute), codecs.error_feedback)
         shapes = [parameter.shape for parameter in stage.trainable]
         return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
 

@@ -15,7 +15,7 @@ from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.server.averaging.all_reduce import Group, fetched
+from lightning_swarm.server.averaging.all_reduce import Group, fetch
 
 STATISTICS: Final = "seen"  # name of the ticket of a replica's statistics in a round
 _PATIENCE: Final = 2.0  # factor of the timeout, because other replicas may begin the round a little later
@@ -34,7 +34,7 @@ async def collect_statistics(
     """Collect the statistics of all replicas. `rank` is this peer's roster index; None: it is not in the round."""
     read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
-    found = [dict(own), *(await gather(fetched(patient, i, STATISTICS, read) for i in group.others(rank)))]
+    found = [dict(own), *(await gather(fetch(patient, i, STATISTICS, read) for i in group.others(rank)))]
     every = {receipt: values for seen in found for receipt, values in seen.items()}
     if len(every) < sum(map(len, found)):
         raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")

@@ -154,7 +154,7 @@ class ExactSum(GradientSum):
     @staticmethod
     @override
     def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return deterministic.nothing(length, device)
+        return deterministic.empty_sum(length, device)
 
     @override
     def converted(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -164,8 +164,8 @@ class ExactSum(GradientSum):
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         given = [gradient for gradient in gradients if gradient is not None]
         self.touched = [had or gradient is not None for had, gradient in zip(self.touched, gradients, strict=True)]
-        fits = deterministic.fit(given, weight)
-        deterministic.note(self.values, fits=fits)
+        fits = deterministic.fits(given, weight)
+        deterministic.count_vector(self.values, was_added=fits)
         if not fits:  # counted instead of added, so the sum has no mean
             return
         begin = 0

@@ -87,9 +87,9 @@ def with_floats(values: Tensor, floats: Tensor) -> Tensor:
     if values.is_floating_point():
         return floats.to(values)
     difference, said = floats - floats_of(values), values.clone()
-    fits = deterministic.fit([difference], 1.0)
+    fits = deterministic.fits([difference], 1.0)
     if fits:
         deterministic.add(said[:, :-1], difference, 1.0)
     else:  # no mean, as after a gradient that does not fit
-        deterministic.note(said, fits=False)
+        deterministic.count_vector(said, was_added=False)
     return said

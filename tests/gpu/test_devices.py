@@ -163,18 +163,18 @@ def test_codecs(name: str, tensor: str) -> None:
 
 def test_sums_in_fixed_point() -> None:
     vectors = [torch.randn(200_003, generator=torch.Generator().manual_seed(i)) for i in range(5)]
-    here, there = (deterministic.nothing(200_003, device) for device in (CPU, GPU))
+    here, there = (deterministic.empty_sum(200_003, device) for device in (CPU, GPU))
     for vector in vectors:
-        assert deterministic.fit([vector.to(GPU)], 0.3)
+        assert deterministic.fits([vector.to(GPU)], 0.3)
         deterministic.add(here[:, :-1], vector, 0.3)
-        deterministic.note(here, fits=True)
+        deterministic.count_vector(here, was_added=True)
     for vector in reversed(vectors):
         deterministic.add(there[:, :-1], vector.to(GPU), 0.3)
-        deterministic.note(there, fits=True)
+        deterministic.count_vector(there, was_added=True)
     assert torch.equal(here, there.cpu())
     quotients = [deterministic.quotient(sums[:, :-1], 7.0).cpu() for sums in (here, there)]
     assert torch.equal(*quotients)
-    assert not deterministic.fit([torch.tensor([float("nan")], device=GPU)], 1.0)
+    assert not deterministic.fits([torch.tensor([float("nan")], device=GPU)], 1.0)
     assert squared_norm(quotients[0].to(GPU)) == pytest.approx(squared_norm(quotients[0]), rel=1e-12)
 
 

@@ -39,7 +39,14 @@ from lightning_swarm.server.audit.projection import (
     project_parts,
     sum_parts,
 )
-from lightning_swarm.server.averaging.all_reduce import AveragingState, Compute, Group, for_joiners, squared_norm, taken
+from lightning_swarm.server.averaging.all_reduce import (
+    AveragingState,
+    Compute,
+    Group,
+    fetch_part,
+    message_for_joiners,
+    squared_norm,
+)
 from lightning_swarm.server.averaging_round import HeldRound
 from lightning_swarm.server.context import RunMembership, ServerContext
 from lightning_swarm.server.oversight import RoundLog
@@ -65,7 +72,7 @@ class AuditedRoundLog(RoundLog):
 
     @override
     def offer(self, group: Group, mean: Tensor) -> None:
-        group.offer(_MEAN, for_joiners(mean))
+        group.offer(_MEAN, message_for_joiners(mean))
 
     @override
     def withhold(self, group: Group, reason: str) -> None:
@@ -82,7 +89,7 @@ class AuditedRoundLog(RoundLog):
         # Fetch the whole mean from one member. With a part from each, any member could keep joiners out by a false
         # part. The coordinator checks the mean; if it is false, the next round asks another member.
         rank = self._giver(closing, group.roster)
-        mean = await taken(group, rank, _MEAN, like=like, length=len(like))
+        mean = await fetch_part(group, rank, _MEAN, like=like, length=len(like))
         return mean.to(like.device), AveragingState()
 
     def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:

@@ -194,7 +194,7 @@ from lightning_swarm.protocol.rpc import (
 )
 from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server.state_transfer.snapshots import copied
+from lightning_swarm.server.state_transfer.snapshots import copy_stage
 from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, RESULT_KEY, Swarm, closing, key, result_of, rows
@@ -513,7 +513,7 @@ def meeting(swarm: Swarm) -> Candidate:
 
 
 def kept(swarm: Swarm) -> Message:
-    head, tensors = copied(swarm.servers[A].steps.stage(0), 0)
+    head, tensors = copy_stage(swarm.servers[A].steps.stage(0), 0)
     return Message(encode(head), tuple(tensors))
 
 

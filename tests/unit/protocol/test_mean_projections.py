@@ -125,7 +125,7 @@ def test_what_is_honest_in_fixed_point_passes(dtype: DType) -> None:
     torch.manual_seed(3)
     for _ in range(200):
         count, length = rng.choice([1, 2, 3, 4, 16]), rng.choice([1, 2, 30, 300, 3000])
-        sums = [deterministic.nothing(length, torch.device("cpu")) for _ in range(count)]
+        sums = [deterministic.empty_sum(length, torch.device("cpu")) for _ in range(count)]
         size = 2.0 ** rng.uniform(-60, 20)
         for own in sums:
             for _ in range(rng.randrange(3)):

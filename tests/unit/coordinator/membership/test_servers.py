@@ -489,13 +489,13 @@ async def say_it_joins(transport: Transport) -> None:
 
 def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     copies: list[Stage] = []
-    copied = snapshots.copied
+    copied = snapshots.copy_stage
 
     def counted(stage: Stage, generation: int) -> Any:
         copies.append(stage)
         return copied(stage, generation)
 
-    monkeypatch.setattr(stage_copy, "copied", counted)
+    monkeypatch.setattr(stage_copy, "copy_stage", counted)
     return lambda: len(copies)
 
 

@@ -24,7 +24,7 @@ from lightning_swarm.server.averaging.all_reduce import (
     AveragingFailed,
     AveragingResult,
     Group,
-    GroupParts,
+    PartEncoder,
     average,
     refuse,
     squared_norm,
@@ -73,9 +73,9 @@ class Ring:
         """Average with a codec, and with each peer's error from an earlier round."""
 
         async def go() -> list[AveragingResult]:
-            parts = GroupParts(codec, compute)
+            parts = PartEncoder(codec, compute)
             works = [
-                average(vector, 4.0, self.group(place), place, parts=parts, carried=carried[place])
+                average(vector, 4.0, self.group(place), place, encoder=parts, carried=carried[place])
                 for place, vector in enumerate(self.vectors)
             ]
             return list(await asyncio.gather(*works))
@@ -274,7 +274,7 @@ def test_numbers_that_no_codec_takes_are_seen_by_all(loop: VirtualLoop) -> None:
 def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: VirtualLoop) -> None:
     """Parts too small for a codec travel unencoded."""
     length = 10
-    parts = GroupParts(CODECS["4bit"](), compute)
+    parts = PartEncoder(CODECS["4bit"](), compute)
     wanted = torch.empty(0, device="meta")
 
     async def go() -> Tensor:
@@ -288,7 +288,7 @@ def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: Vi
 def test_what_is_no_such_part_is_not_decoded(loop: VirtualLoop, like: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding it could take many times the memory of the message."""
     codec = CODECS["4bit"]()
-    parts = GroupParts(codec, compute)
+    parts = PartEncoder(codec, compute)
 
     def decode(*_: object) -> Tensor:
         raise AssertionError("decoded")

@@ -33,12 +33,12 @@ LENGTH = 10
 
 
 def added(numbers: Sequence[float], weight: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    total = deterministic.nothing(1, CPU)
+    total = deterministic.empty_sum(1, CPU)
     for number in numbers:
         vector = torch.tensor([number], dtype=dtype)
-        assert deterministic.fit([vector], weight)
+        assert deterministic.fits([vector], weight)
         deterministic.add(total[:, :1], vector, weight)
-        deterministic.note(total, fits=True)
+        deterministic.count_vector(total, was_added=True)
     return total
 
 
@@ -101,16 +101,16 @@ def test_as_many_of_the_largest_as_are_allowed_do_not_overflow(sign: float) -> N
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, LIMIT, -LIMIT, 2 * LIMIT, 1e300])
 def test_what_does_not_fit(number: float) -> None:
     vectors = [torch.ones(3, dtype=torch.float64), torch.tensor([0.0, number, 0.0], dtype=torch.float64)]
-    assert not deterministic.fit(vectors, 1.0)
-    assert deterministic.fit(vectors[:1], 1.0)
-    assert deterministic.fit([torch.empty(0)], 1.0)
-    assert deterministic.fit([], 1.0)
+    assert not deterministic.fits(vectors, 1.0)
+    assert deterministic.fits(vectors[:1], 1.0)
+    assert deterministic.fits([torch.empty(0)], 1.0)
+    assert deterministic.fits([], 1.0)
 
 
 def test_the_weight_counts() -> None:
     below = [torch.tensor([LIMIT / 4])]
-    assert deterministic.fit(below, 3.0)
-    assert not deterministic.fit(below, 4.0)
+    assert deterministic.fits(below, 3.0)
+    assert not deterministic.fits(below, 4.0)
     assert value(added([0.5], weight=3.0)) == Fraction(3, 2)
 
 

@@ -13,7 +13,7 @@ from torch import Size, Tensor
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.protocol.compression import codec
 from lightning_swarm.protocol.settings import Compression
-from lightning_swarm.server.averaging.all_reduce import AveragingFailed, AveragingResult, AveragingState, GroupParts
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, AveragingResult, AveragingState, PartEncoder
 from lightning_swarm.server.averaging.averager import Butterfly, PowerSGD, refuse
 from lightning_swarm.server.averaging.powersgd import LowRank, orthonormal
 from tests.unit.server.averaging.test_all_reduce import Ring, compute
@@ -151,7 +151,7 @@ def test_a_gradient_of_zeros_keeps_its_directions(loop: VirtualLoop) -> None:
 def test_who_is_alone_loses_nothing(loop: VirtualLoop) -> None:
     """It also applies the error that it carried from earlier rounds with other peers."""
     own, lost = normal(0), normal(1)
-    for by in (averager(), Butterfly(GroupParts(codec("4bit"), compute), True)):
+    for by in (averager(), Butterfly(PartEncoder(codec("4bit"), compute), True)):
         ring = Ring(loop, [own])
         (result,) = average(ring, by, [AveragingState(lost)])  # type: ignore[arg-type]
         torch.testing.assert_close(result.mean, own / WEIGHT + lost, rtol=1e-12, atol=1e-12)

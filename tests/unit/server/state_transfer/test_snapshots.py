@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.queries import agreed_digest, newest_complete, newest_safe, only_recorded, version_to_keep
 from lightning_swarm.protocol.rpc import KEEP, SNAPSHOT
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
+from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copy_stage
 from tests.unit.conftest import MakeSwarm, needs_full_disk, on_a_full_disk
 from tests.unit.model.forged import forged
 from tests.unit.swarm import LEAD, Swarm, make_module, rows
@@ -364,7 +364,7 @@ def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -
 
     assert gather() is not None
     for server in swarm.servers.values():
-        head, tensors = copied(swarm.servers[B].steps.stage(1), 3)
+        head, tensors = copy_stage(swarm.servers[B].steps.stage(1), 3)
         put = server.snapshots.store.put(head, tensors, wanted=lambda: True)
         swarm.run(put)
     with pytest.raises(Unreachable, match="the snapshot of stage 1"):
@@ -522,7 +522,7 @@ def test_copies_count_if_records_tell_them() -> None:
 
 
 def sent_copy(stage: Stage, generation: int) -> Message:
-    head, tensors = copied(stage, generation)
+    head, tensors = copy_stage(stage, generation)
     return Message(encode(head), tuple(tensors))
 
 
