@@ -80,8 +80,8 @@ class RepeatedSend(Generic[_T]):
             self._answers.append(await self._send(number))
         except SwarmError as error:
             self._answers.append(error)
-            # The first request may still be answered: if its answer has tensors that can be fetched only once, only the
-            # repeat gets an error.
+            # The first request may still be answered. For example, tensors that can be fetched only once are in its
+            # answer, and the repeat gets an error.
             if self._exchange.is_large or isinstance(error, Unreachable):
                 return
         self._end_wait()

@@ -48,7 +48,7 @@ class Throttle:
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0  # time when all promised bytes are sent
+        self._free_s = 0.0  # time when all admitted bytes are sent
 
     async def acquire(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may be sent."""
@@ -58,7 +58,7 @@ class Throttle:
             await asyncio.sleep(wait_s)
 
     def charge(self, num_bytes: int) -> None:
-        """Count bytes that are sent at once, so that requests after them wait longer."""
+        """Count bytes that are sent without waiting, so that later requests wait longer."""
         self._free_s = max(self._free_s, now_s()) + num_bytes / self._bytes_per_s
 
 
@@ -74,7 +74,7 @@ class _Follower:
 
 
 @dataclass
-class _OutgoingCopy:
+class _Download:
     """A joiner's download from this server, in progress."""
 
     began_s: float
@@ -86,10 +86,10 @@ class _OutgoingCopy:
 
 @dataclass
 class _DonorGeneration:
-    """The donor's copies and records for joiners, which begin anew in each generation of the run."""
+    """The donor's followers, copies and records, none of which outlive a generation of the run."""
 
     followers: dict[PeerId, _Follower] = field(default_factory=dict)
-    downloads: dict[PeerId, _OutgoingCopy] = field(default_factory=dict)
+    downloads: dict[PeerId, _Download] = field(default_factory=dict)
     copies: dict[int, StageCopy] = field(default_factory=dict)  # stage -> newest copy, while a peer downloads it
     # step -> record, its mean gradients, weights written before it, and the members before it
     kept: dict[int, tuple[Record, Mapping[int, Tensor], WrittenByStage, SeatedMembers]] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Donor:
         if state is not self._state:
             raise TicketGone("this server left the run, or its generation, meanwhile; the joiner has to begin again")
         at_s, generation = now_s(), self._membership.run.manifest.generation
-        download = state.downloads[caller] = _OutgoingCopy(at_s, at_s)
+        download = state.downloads[caller] = _Download(at_s, at_s)
         if request.version is None:
             self._backoff.add(caller, now_s=at_s)
             # Added before the copy is made, so that no later record is missed.
