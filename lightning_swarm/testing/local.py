@@ -150,7 +150,7 @@ class InMemoryStrategy(_SwarmStrategy):
         # Peers that joined during the run have no copy here; after a rollback they serve already.
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # otherwise the peer has served since before a rollback
-                peer.serve(self._copied_model(module, trainer))
+                peer.serve(self._set_up_model(module, trainer))
                 if self.config.settings.rebalancing != "none":  # the peer may have to move to another stage
                     peer.runtime.run(self.spawn(self._serve_run(peer)))
         session = super().start_run(trainer, model, selection)
@@ -160,14 +160,14 @@ class InMemoryStrategy(_SwarmStrategy):
     def join(self, module: LightningModule | None = None) -> Server:
         """Start one more server, which a later record admits, with a copy of `module` or of the initial model."""
         peer, model = self._make_newcomer(module)
-        return peer.runtime.run(self._enter(peer, model))
+        return peer.runtime.run(self._start_server(peer, model))
 
     async def add_server(self, microbatch_s: float, link: SimulatedLink) -> PeerId:
         """Like `join`, but on the loop, with a server of this pace and link; return its peer's id."""
         self._links[_name(len(self.peers))] = link
         peer, model = self._make_newcomer()
         self.set_pace(peer.transport.peer_id, microbatch_s)
-        await self._enter(peer, model)
+        await self._start_server(peer, model)
         return peer.transport.peer_id
 
     def set_pace(self, peer_id: PeerId, microbatch_s: float) -> None:
@@ -186,7 +186,8 @@ class InMemoryStrategy(_SwarmStrategy):
         """Run a coroutine beside the run; it is cancelled when the run ends."""
         self._side_tasks.spawn(work)
 
-    async def _enter(self, peer: Peer, model: PeerModel) -> Server:
+    async def _start_server(self, peer: Peer, model: PeerModel) -> Server:
+        """Start a new peer's server, and let it serve the run in a task."""
         await peer.start_server(model)
         assert peer.server is not None
         self.servers.append(peer.server)
@@ -199,7 +200,7 @@ class InMemoryStrategy(_SwarmStrategy):
         assert self.lightning_module is not None
         peer = self._peer(len(self.peers))
         self.peers.append(peer)
-        return peer, self._copied_model(_copy(module or self._original), self.lightning_module.trainer)
+        return peer, self._set_up_model(_copy(module or self._original), self.lightning_module.trainer)
 
     async def _serve_run(self, peer: Peer) -> None:
         try:
@@ -211,9 +212,9 @@ class InMemoryStrategy(_SwarmStrategy):
         """End a killed peer's tasks, as its process would end."""
         server = next((peer.server for peer in self.peers if peer.transport.peer_id == peer_id), None)
         if server is not None:
-            self._ending_tasks.append(asyncio.get_running_loop().create_task(_end(server)))
+            self._ending_tasks.append(asyncio.get_running_loop().create_task(_close(server)))
 
-    def _copied_model(self, module: LightningModule, trainer: Trainer) -> PeerModel:
+    def _set_up_model(self, module: LightningModule, trainer: Trainer) -> PeerModel:
         """Set up a copy of the model as another process would, with NaN in every parameter."""
         module.trainer = trainer
         # Other processes would draw random numbers from their own generators.
@@ -289,7 +290,7 @@ def _name(number: int) -> PeerId:
     return PeerId(f"peer-{number}")
 
 
-async def _end(server: Server) -> None:
+async def _close(server: Server) -> None:
     with contextlib.suppress(Exception):  # closing may fail, because the peer was killed during its work
         await server.close()
 

@@ -91,7 +91,7 @@ class Saboteur:
         """Return whether a planned fault flips one bit of this message, and count its strike."""
         side: Side = "answer" if is_answer else "request"
         message = self._read(caller, peer, method, request, side=side, answer=answer)
-        return bool(self._reported(self._plan.strike(message, _BYTE_FAULTS), message))
+        return bool(self._report(self._plan.strike(message, _BYTE_FAULTS), message))
 
     def _read(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
@@ -104,7 +104,7 @@ class Saboteur:
 
         With `has_arrived` the answer is at the caller already, so it counts even if the answering peer is killed now.
         """
-        if faults := self._reported(self._plan.strike(message, _PEER_FAULTS), message):
+        if faults := self._report(self._plan.strike(message, _PEER_FAULTS), message):
             for fault in faults:
                 self._victims.strike(fault, fault.peer or message.peer)
             await asyncio.sleep(0)  # let the cancelled tasks of a killed peer end
@@ -114,7 +114,7 @@ class Saboteur:
         if message.caller == message.peer:
             return []  # a peer's message to itself is not sent over a wire
         duplicates = []
-        for fault in self._reported(self._plan.strike(message, _MESSAGE_FAULTS), message):
+        for fault in self._report(self._plan.strike(message, _MESSAGE_FAULTS), message):
             if fault.kind == "delay":
                 await asyncio.sleep(fault.for_s)
             elif fault.kind == "drop":
@@ -139,7 +139,7 @@ class Saboteur:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.info("A repeated request was refused: %s", error)
 
-    def _reported(self, faults: Sequence[Fault], message: MessagePoint) -> Sequence[Fault]:
+    def _report(self, faults: Sequence[Fault], message: MessagePoint) -> Sequence[Fault]:
         """Log and report faults that are about to strike, and return them."""
         for fault in faults:
             _log.info("%s: %s", fault, message)

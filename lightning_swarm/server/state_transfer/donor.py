@@ -179,7 +179,7 @@ class Donor:
 
     async def _handle_follow(self, caller: PeerId, request: FollowRequest) -> WithTensors[FollowReply]:
         """Wait for a slot for a joiner, and copy the stage for its download; return the description of the copy."""
-        stage = self._asked_stage(caller, request.stage_index)
+        stage = self._requested_stage(caller, request.stage_index)
         if stage.index not in self._membership.loaded:
             raise Busy(f"stage {stage.index} has no weights here yet")
         if request.version not in (None, stage.version):
@@ -213,7 +213,7 @@ class Donor:
     async def _handle_piece(self, caller: PeerId, request: PieceRequest) -> Message:
         """Send a piece of a joiner's copy, within the limit of upload; an empty piece ends the download."""
         start, stop = request.start, request.stop
-        self._asked_stage(caller, request.stage_index)
+        self._requested_stage(caller, request.stage_index)
         download = self._state.downloads.get(caller)
         copy = download.copy if download is not None else None
         asked = (request.stage_index, request.version)
@@ -241,7 +241,7 @@ class Donor:
 
     async def _handle_next(self, caller: PeerId, request: NextRequest) -> WithTensors[NextReply]:
         """Return the record after a joiner's version, or the open step's change; wait for it up to `request.hold_s`."""
-        stage = self._asked_stage(caller, request.stage_index)
+        stage = self._requested_stage(caller, request.stage_index)
         follower = self._state.followers.get(caller)
         self._check_generation(request.generation)
         if follower is None or follower.stage_index != stage.index:
@@ -338,7 +338,7 @@ class Donor:
         if generation != self._membership.run.manifest.generation:
             raise TicketGone("the run rolled back; a joiner that follows its records has to begin again")
 
-    def _asked_stage(self, caller: PeerId, stage_index: int) -> Stage:
+    def _requested_stage(self, caller: PeerId, stage_index: int) -> Stage:
         """Return the stage of a request; refuse a caller that neither joins it nor is a member."""
         stage = self._steps.stage(stage_index)
         candidate = self._introduced.get(caller)

@@ -88,7 +88,7 @@ class Joiner:
         `PeerError` if the run refuses this peer.
         """
         self._report = report
-        while not self._done:
+        while not self._is_done:
             coordinator = await self._find_coordinator(find_announced)
             if coordinator is not None:
                 async with self._admission.asking(coordinator) as may_join:
@@ -106,7 +106,7 @@ class Joiner:
                 handshake = await queries.greet(self._transport, announced, timeout=self._timeout)
                 version = handshake.greeting.protocol_version
                 if version == PROTOCOL_VERSION:
-                    view = await self._view(announced)
+                    view = await self._ask_view(announced)
                     check_shown_by_keeper(self._transport, announced, view)
                     self._compare_versions(announced, handshake.greeting.versions)
                     return PeerId(view.term[1])
@@ -139,7 +139,7 @@ class Joiner:
             printable(differences),
         )
 
-    async def _view(self, coordinator: PeerId) -> RunView:
+    async def _ask_view(self, coordinator: PeerId) -> RunView:
         return await VIEW.ask(self._transport, coordinator, None, timeout=self._timeout)
 
     async def _join(self, coordinator: PeerId, find_announced: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
@@ -152,7 +152,7 @@ class Joiner:
                         self._membership.joining = coordinator
                 await self._attempt(coordinator, attempt)
             except SwarmError as error:
-                if self._done:  # the coordinator sent the record that admits this server
+                if self._is_done:  # the coordinator sent the record that admits this server
                     return
                 if not isinstance(error, PeerError) or isinstance(error, AccessDenied):
                     raise
@@ -163,19 +163,19 @@ class Joiner:
                         f"reason: {error} Find the cause with `lightning-swarm doctor --peer`, then join again."
                     ) from error
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
-            if self._done:
+            if self._is_done:
                 return
 
     @property
-    def _done(self) -> bool:
-        """Whether this server is a member, or the run is over."""
+    def _is_done(self) -> bool:
+        """Return whether this server is a member, or the run is over."""
         return self._membership.is_member or self._admission.left.is_set()
 
     async def _attempt(self, coordinator: PeerId, attempt: int) -> None:
         """Ask for a stage, download it, and follow its records until one of them admits this server."""
         if self._membership.has_run:  # another peer may coordinate the run by now
             coordinator = self._membership.run.coordinator
-        view = await self._view(coordinator)
+        view = await self._ask_view(coordinator)
         if self._target != self._former and attempt > _MAX_TARGET_ATTEMPTS:
             _log.warning("Could not get stage %s; this peer returns to stage %s.", self._target, self._former)
             self._stage, self._target = None, self._former
@@ -219,7 +219,7 @@ class Joiner:
         weights, state = incoming.values()
 
         def load() -> int:
-            if self._done:  # loading would undo the record that admitted this peer
+            if self._is_done:  # loading would undo the record that admitted this peer
                 raise PeerError("a record admitted this peer while it was downloading")
             stage.enter_generation(snapshot.version, snapshot.selection)
             stage.load_weights(weights)
@@ -241,7 +241,7 @@ class Joiner:
         checks = self._membership.oversight.joining
         hold_s, has_members = 0.0, False  # longest wait for the next record; whether the run's members are known
         generation = self._membership.run.manifest.generation
-        while not self._done:
+        while not self._is_done:
             version = self._steps.version
             request = NextRequest(
                 generation=generation,
@@ -268,7 +268,7 @@ class Joiner:
                 hold_s = 0.0
             elif record is None:
                 is_ready = (
-                    await checks.confirm_members(version, partial(self._adopt_members, version)) and not self._done
+                    await checks.confirm_members(version, partial(self._adopt_members, version)) and not self._is_done
                 )
                 if is_ready:
                     await self._report_ready(generation, version)
@@ -297,7 +297,7 @@ class Joiner:
 
     def _adopt_members(self, version: int, seats: SeatedMembers) -> bool:
         """Adopt the run's members at a version; return False if the run is past that version."""
-        if self._done or version != self._steps.version:
+        if self._is_done or version != self._steps.version:
             return False
         self._membership.run.check_seats(seats)
         rosters = seats.rosters
