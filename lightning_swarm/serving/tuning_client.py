@@ -1,8 +1,9 @@
-"""Forwards and backwards of a served model's blocks with this client's own adapter, as one call of autograd.
+"""Forwards and backwards of a served model's blocks with this client's own adapter, as one operation of autograd.
 
-Servers are pure functions: the same stage, adapter, inputs and seed give the same values on each of them. So a failed
-call is repeated on another server, and each gradient comes back once, as a return value. Hidden states and their
-gradients go from server to server. The client sends and receives those at both ends, and others if they got lost.
+Servers compute pure functions: the same stage, adapter, inputs and seed give the same values on each server. So a
+failed call is repeated on another server, and each gradient is returned exactly once. Hidden states and their gradients
+go from server to server. The client sends and receives only the values at both ends, and values that a server could not
+fetch from its neighbour.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ from lightning_swarm.serving.directory import ModelDirectory
 
 _T = TypeVar("_T")
 _Value: TypeAlias = tuple[serialization.Tree, Sequence[bool]]
-"""A stage's input or output, and which of its tensors require grad."""
+"""A stage's input or output, and a flag for each of its tensors: whether it requires grad."""
 
-_AGAIN_S: Final = 0.5  # pause before the next attempt, if no server is free
-_AVOIDED_S: Final = 10.0  # time for which a server that failed is avoided
-_LEAST_PER_STAGE: Final = 2  # microbatches of a call, for each stage
-_MOST_PER_STAGE: Final = 4
-_LEAST_POSITIONS: Final = 128  # tokens in a microbatch, if the batch has enough
+_RETRY_S: Final = 0.5  # pause before the next attempt if all servers are being avoided
+_AVOIDED_S: Final = 10.0  # seconds for which a failed server is avoided
+_MIN_PER_STAGE: Final = 2  # a call has between these many microbatches for each stage
+_MAX_PER_STAGE: Final = 4
+_MIN_POSITIONS: Final = 128  # tokens in a microbatch if the batch has enough
 
-# Arguments of Hugging Face's blocks with one row for each row of the batch -> their number of dimensions.
+# Argument of Hugging Face's blocks that has one row for each row of the batch -> its number of dimensions.
 _BY_ROW: Final = {"attention_mask": 4, "position_ids": 2, "position_embeddings": 3}
 
 
@@ -100,29 +101,29 @@ class AdaptedBlocks:
         """Return the current adapters of all stages."""
         return find_adapters(self._blocks, self._models.card.ranges)
 
-    def packed(self, found: FoundAdapters) -> list[PackedAdapter | None]:
-        """Return each stage's adapter in wire form, or None."""
-        return [self._packer.packed(index, stage) for index, stage in enumerate(found.stages)]
+    def packed(self, adapters: FoundAdapters) -> list[PackedAdapter | None]:
+        """Return each stage's adapter in wire form; None for a stage without an adapter."""
+        return [self._packer.packed(index, stage) for index, stage in enumerate(adapters.stages)]
 
     def __call__(self, hidden: Any, extras: dict[str, Any], adapters: FoundAdapters) -> Any:
         """Compute a forward through which gradients flow to the hidden state and to the adapters."""
         arguments = CallArguments.of((hidden,), {})
-        wants = [tensor.requires_grad and torch.is_grad_enabled() for tensor in arguments.tensors]
+        wants_grad = [tensor.requires_grad and torch.is_grad_enabled() for tensor in arguments.tensors]
         parts = self._cut(hidden, extras)
         mode = capture(self._device.type, training=adapters.trains, grad=False, input_grad=False)
         self._num_calls += 1
-        plans = self._plans(adapters, mode, any(wants))
+        plans = self._plan_stages(adapters, mode, any(wants_grad))
         call_key = torch.initial_seed(), self._num_calls
         chains = [Chain(self._servers, plans, (*call_key, index)) for index in range(len(parts))]
-        own = [tensor for stage in adapters.stages for tensor in stage.tensors]
+        adapter_tensors = [tensor for stage in adapters.stages for tensor in stage.tensors]
         counts = [len(stage.tensors) for stage in adapters.stages]
-        call = _Call(self._runtime, chains, parts, arguments.structure, wants, counts)
-        found = _Tuned.apply(call, *arguments.tensors, *own)  # type: ignore[no-untyped-call]
-        return serialization.unflatten(call.output_structure, list(found))
+        call = _Call(self._runtime, chains, parts, arguments.structure, wants_grad, counts)
+        outputs = _BlocksFunction.apply(call, *arguments.tensors, *adapter_tensors)  # type: ignore[no-untyped-call]
+        return serialization.unflatten(call.output_structure, list(outputs))
 
-    def _plans(self, adapters: FoundAdapters, mode: ComputeMode, hidden_wants: bool) -> list[StagePlan]:
+    def _plan_stages(self, adapters: FoundAdapters, mode: ComputeMode, hidden_wants_grad: bool) -> list[StagePlan]:
         """Plan a call at each stage. Gradients flow in a stage whose adapter trains, and in all later stages."""
-        plans, flows = [], hidden_wants
+        plans, has_input_grad = [], hidden_wants_grad
         for index, (adapter, packed) in enumerate(zip(adapters.stages, self.packed(adapters), strict=True)):
             trains = adapter.is_trained and torch.is_grad_enabled()
             plans.append(
@@ -130,40 +131,40 @@ class AdaptedBlocks:
                     index=index,
                     model=self._models.card.id,
                     block_names=[self._names[number] for number in self._models.card.ranges[index]],
-                    mode=replace(mode, grad=flows or trains, input_grad=flows),
+                    mode=replace(mode, grad=has_input_grad or trains, input_grad=has_input_grad),
                     adapter=packed,
                     drops=adapter.drops,
                 )
             )
-            flows = flows or trains
+            has_input_grad = has_input_grad or trains
         return plans
 
     def _cut(self, hidden: Any, extras: dict[str, Any]) -> list[MicrobatchInput]:
-        """Cut a batch's rows into microbatches, if it is clear which values belong to which row; else make one."""
+        """Cut a batch's rows into microbatches, or into one if it is unclear which values belong to which row."""
         with torch.no_grad():
             values = {name: value for name, value in extras.items() if name != CALLS}
             arguments = CallArguments.of((serialization.transform(hidden, _detached),), values)
             rows = next((len(tensor) for tensor in arguments.tensors if tensor.ndim), 1)
             size = self._microbatch_size or microbatch_rows(arguments.tensors, rows, len(self._models.card.stages))
-            if _is_clear(arguments, rows):
+            if _has_known_rows(arguments, rows):
                 parts = split(arguments, rows=rows, size=size, shared=())
             else:
                 parts = [MicrobatchInput(rows, list(arguments.tensors), values)]
-            for one in parts:
-                one.kwargs[CALLS] = extras[CALLS]
+            for part in parts:
+                part.kwargs[CALLS] = extras[CALLS]
             return parts
 
 
 def microbatch_rows(tensors: Sequence[Tensor], rows: int, num_stages: int) -> int:
-    """Choose the rows of a microbatch: small microbatches keep stages busy, and large ones compute faster. Pure."""
+    """Choose the rows of a microbatch: few rows keep all stages busy, and many rows compute faster. Pure."""
     positions = next((tensor.shape[1] for tensor in tensors if tensor.ndim > 1), 1)
-    least, most = (-(-rows // (number * num_stages)) for number in (_MOST_PER_STAGE, _LEAST_PER_STAGE))
-    return min(most, max(least, -(-_LEAST_POSITIONS // max(1, positions))))
+    min_rows, max_rows = (-(-rows // (number * num_stages)) for number in (_MAX_PER_STAGE, _MIN_PER_STAGE))
+    return min(max_rows, max(min_rows, -(-_MIN_POSITIONS // max(1, positions))))
 
 
-def _is_clear(arguments: CallArguments, rows: int) -> bool:
+def _has_known_rows(arguments: CallArguments, rows: int) -> bool:
     """Return whether each tensor is known to have one row for each row of the batch, or to be shared by all rows."""
-    # Another dimension may have the batch's length by chance, such as the heads of a bias, or positions.
+    # Only known arguments count, because another dimension, such as heads or positions, may have the batch's length.
     for name, (_, tensors) in arguments.keywords.items():
         for tensor in tensors:
             if tensor.ndim and len(tensor) > 1 and _BY_ROW.get(argument_of(name)) != tensor.ndim:
@@ -187,15 +188,15 @@ class StagePlan:
     block_names: Sequence[str]
     mode: ComputeMode
     adapter: PackedAdapter | None
-    drops: bool  # the adapter's dropout is on
+    drops: bool  # whether the adapter's dropout is on
 
 
 class StageServers:
-    """Calls servers of a stage until one answers."""
+    """Chooses servers of stages, and calls them until one answers."""
 
     def __init__(self, models: ModelDirectory, *, timeout: float, rng: random.Random) -> None:
         self._models, self._timeout, self._rng = models, timeout, rng
-        self._under_way: Counter[PeerId] = Counter()  # calls
+        self._num_calls_at: Counter[PeerId] = Counter()  # server -> calls in progress
         self._avoided_until_s: dict[PeerId, float] = {}
 
     async def ask(
@@ -203,23 +204,23 @@ class StageServers:
         stage: int,
         send: Callable[[PeerId], Coroutine[Any, Any, _T]],
     ) -> tuple[PeerId, _T]:
-        """Call servers of a stage until one answers; return it and its answer.
+        """Call servers of a stage until one answers; return this server and its answer.
 
-        If all of them have answered with an error that is no `PeerError`, the model is at fault, and the last error is
+        If all servers have answered with errors other than `PeerError`, the model is at fault, and the last error is
         raised. After the timeout, `StageLost` is raised.
         """
         deadline_s = now_s() + self._timeout
-        problem = "none is known"
+        problem = "no server is known"
         refused: set[PeerId] = set()
         while True:
             peer = self._choose(stage)
             if peer is not None:
-                self._under_way[peer] += 1
+                self._num_calls_at[peer] += 1
                 try:
                     return peer, await send(peer)
                 except Busy as error:
                     problem = f"{peer}: {error}"
-                    self._avoided_until_s[peer] = now_s() + _AGAIN_S
+                    self._avoided_until_s[peer] = now_s() + _RETRY_S
                 except SwarmError as error:
                     if not isinstance(error, PeerError):
                         refused.add(peer)
@@ -228,49 +229,49 @@ class StageServers:
                     problem = f"{peer}: {error}"
                     self._avoided_until_s[peer] = now_s() + _AVOIDED_S
                 finally:
-                    self._under_way[peer] -= 1
+                    self._num_calls_at[peer] -= 1
             if now_s() >= deadline_s:
                 raise StageLost(
                     f"stage {stage} of the served model was not computed within {self._timeout:g} s: {problem}. Start "
                     "another server: `lightning-swarm serve --join ADDRESS`."
                 )
-            # Try the next server at once, unless all are being avoided.
+            # Try the next server at once, unless it is being avoided, as then all are.
             following = self._choose(stage)
             is_free = following is not None and self._avoided_until_s.get(following, 0.0) <= now_s()
-            await asyncio.sleep(0.0 if is_free else _AGAIN_S)
+            await asyncio.sleep(0.0 if is_free else _RETRY_S)
 
     def _choose(self, stage: int) -> PeerId | None:
-        """Return the server of a stage with the fewest calls under way, if possible one that is not avoided."""
-        here = self._models.serving(stage)
-        free = [peer for peer in here if self._avoided_until_s.get(peer, 0.0) <= now_s()] or here
-        return min(free, key=lambda peer: (self._under_way[peer], self._rng.random()), default=None)
+        """Return the server of a stage with the fewest calls in progress; an avoided server only if all are avoided."""
+        servers = self._models.serving(stage)
+        free = [peer for peer in servers if self._avoided_until_s.get(peer, 0.0) <= now_s()] or servers
+        return min(free, key=lambda peer: (self._num_calls_at[peer], self._rng.random()), default=None)
 
     def avoid(self, peer: PeerId) -> None:
-        """Avoid a server for a while, because another one could not fetch from it."""
+        """Avoid a server for a while, because another server could not fetch a result from it."""
         self._avoided_until_s[peer] = now_s() + _AVOIDED_S
 
     @property
     def patience_s(self) -> float:
-        """Longest wait of a server for another one's result, so that a call fails before the client gives it up."""
+        """Longest wait of a server for another server's result; shorter than the client's own wait for the call."""
         return self._timeout / 2
 
     async def forward(
         self, peer: PeerId, request: TuneForward, tensors: Sequence[Tensor], adapter: PackedAdapter | None
     ) -> _Value:
-        """Send a forward to a server, and before it the adapter if the server lacks it; return what it returns."""
+        """Send a server a forward, and first the adapter if it lacks it; return the output, or None if it keeps it."""
+        transport, uploads = self._models.transport, self._models.uploads
 
         async def ask() -> _Value:
-            body, found = await TUNE_FORWARD.ask(self._models.transport, peer, request, tensors, timeout=self._timeout)
+            body, outputs = await TUNE_FORWARD.ask(transport, peer, request, tensors, timeout=self._timeout)
             if not request.returns:
                 return None, []
-            tree, flags = from_message(Message(body, found))
-            if len(flags) != len(found):
-                raise ProtocolError("an output has a flag for each of its tensors, got others")
+            tree, flags = from_message(Message(body, outputs))
+            if len(flags) != len(outputs):
+                raise ProtocolError(f"an output must have {len(outputs)} flags, as many as tensors, got {len(flags)}")
             return tree, flags
 
         if adapter is None:
             return await ask()
-        uploads = self._models.uploads
         await uploads.send(peer, adapter, timeout=self._timeout)
         try:
             return await ask()
@@ -280,110 +281,111 @@ class StageServers:
 
     async def backward(self, peer: PeerId, request: TuneBackward, tensors: Sequence[Tensor]) -> serialization.Tree:
         """Send a backward to a server; return its gradients."""
-        said, found = await TUNE_BACKWARD.ask(self._models.transport, peer, request, tensors, timeout=self._timeout)
-        return serialization.unflatten(said.structure, list(found))
+        transport, timeout = self._models.transport, self._timeout
+        reply, gradients = await TUNE_BACKWARD.ask(transport, peer, request, tensors, timeout=timeout)
+        return serialization.unflatten(reply.structure, list(gradients))
 
 
 def seed_of(microbatch: Sequence[int], stage: int) -> int:
-    """Return the seed of a stage's random draws for a microbatch, cut to `SEED_BITS`."""
+    """Return the seed, of `SEED_BITS` bits, of a stage's random draws for a microbatch."""
     return key_seed(*microbatch, stage) >> (64 - SEED_BITS)
 
 
 class _NotFetched(Exception):
-    """A server could not fetch a result from the server of a neighbouring stage."""
+    """A server could not fetch a result from the server of the stage before or after."""
 
 
 @dataclass(eq=False)
 class Chain:
-    """The calls of one microbatch through all stages. Results go from server to server; see `TuneFetch`."""
+    """The calls of one microbatch through all stages. Servers fetch results from each other; see `TuneFetch`."""
 
     servers: StageServers
     plans: Sequence[StagePlan]
     key: tuple[int, ...]  # seeds all random draws of this microbatch
     id: str = field(default_factory=lambda: secrets.token_hex(16))
-    peers: dict[int, PeerId] = field(default_factory=dict)  # stage -> server that computed it
+    peers: dict[int, PeerId] = field(default_factory=dict)  # stage -> server that computed it last
     _extras: Mapping[str, Any] = field(default_factory=dict)
-    # Stage -> values that are here: the first stage's input, the gradients of the last one's output, and values that
-    # could not be fetched.
+    # Stage -> values that the client holds: the first stage's input, the gradients of the last stage's output, and
+    # values that a server could not fetch.
     _inputs: dict[int, _Value] = field(default_factory=dict)
     _gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    _own: dict[int, list[Tensor | None]] = field(default_factory=dict)  # stage -> gradients of its adapter
+    _adapter_gradients: dict[int, list[Tensor | None]] = field(default_factory=dict)  # stage -> its adapter's gradients
     _flags: Sequence[bool] = ()  # which tensors of the last stage's output require grad
 
     @property
     def _last(self) -> int:
         return len(self.plans) - 1
 
-    async def forward(self, hidden: serialization.Tree, extras: Mapping[str, Any], wants: Sequence[bool]) -> Any:
+    async def forward(self, hidden: serialization.Tree, extras: Mapping[str, Any], wants_grad: Sequence[bool]) -> Any:
         """Compute all stages; return the output's tree."""
         structure, tensors = serialization.flatten(hidden)
-        self._inputs[0] = serialization.unflatten(structure, _to_send(tensors)), wants
+        self._inputs[0] = serialization.unflatten(structure, _to_send(tensors)), wants_grad
         self._extras = extras
         for stage in range(self._last):
-            await self._computed(stage, returns=False)
-        output, self._flags = await self._computed(self._last, returns=True)
+            await self._compute(stage, returns=False)
+        output, self._flags = await self._compute(self._last, returns=True)
         return output
 
-    async def _computed(self, stage: int, *, returns: bool) -> _Value:
-        """Have a server compute a stage, and return the output or hold it for the next stage's server."""
+    async def _compute(self, stage: int, *, returns: bool) -> _Value:
+        """Have a server compute a stage, and return the output or keep it for the next stage's server."""
         while True:
             try:
                 send = partial(self._forward, stage=stage, returns=returns)
-                self.peers[stage], found = await self.servers.ask(stage, send)
-                return found
+                self.peers[stage], output = await self.servers.ask(stage, send)
+                return output
             except _NotFetched:
-                await self._bring_input(stage)
+                await self._fetch_input(stage)
 
-    async def _bring_input(self, stage: int) -> None:
-        """Get a stage's input here, from where it can be sent to any server."""
+    async def _fetch_input(self, stage: int) -> None:
+        """Get a stage's input to the client, which can send it to any server."""
         self.servers.avoid(self.peers[stage - 1])
-        self._inputs[stage] = await self._computed(stage - 1, returns=True)
+        self._inputs[stage] = await self._compute(stage - 1, returns=True)
 
     async def _forward(self, peer: PeerId, *, stage: int, returns: bool) -> _Value:
-        plan, own = self.plans[stage], self._inputs.get(stage)
+        plan, held_input = self.plans[stage], self._inputs.get(stage)
         extras = extras_for(self._extras, plan.block_names)
-        structure, tensors = serialization.flatten(extras if own is None else ((own[0],), extras))
+        structure, tensors = serialization.flatten(extras if held_input is None else ((held_input[0],), extras))
         request = TuneForward(
             model=plan.model,
             stage=stage,
             call=self.id,
             seed=seed_of(self.key, stage),
             mode=plan.mode,
-            wants_grad=[] if own is None else list(own[1]),
+            wants_grad=[] if held_input is None else list(held_input[1]),
             adapter=None if plan.adapter is None else plan.adapter.name,
             drops=plan.drops,
             structure=structure,
-            source=self.peers[stage - 1] if own is None else None,
+            source=self.peers[stage - 1] if held_input is None else None,
             patience_s=self.servers.patience_s,
             returns=returns,
         )
         try:
             return await self.servers.forward(peer, request, _to_send(tensors), plan.adapter)
         except InputMissing as error:
-            if own is None:
+            if held_input is None:
                 raise _NotFetched from error
             raise
 
     async def backward(
-        self, gradients: Sequence[Tensor | None], own_counts: Sequence[int]
+        self, gradients: Sequence[Tensor | None], adapter_counts: Sequence[int]
     ) -> tuple[list[Tensor | None], list[list[Tensor | None]]]:
         """Return the gradients of the input's tensors, and of each stage's adapter."""
         self._gradients[self._last] = [
-            one if wants else None for one, wants in zip(gradients, self._flags, strict=True)
+            gradient if requires_grad else None for gradient, requires_grad in zip(gradients, self._flags, strict=True)
         ]
-        self._own = {stage: [None] * count for stage, count in enumerate(own_counts)}
-        found: list[Tensor | None] = [None] * len(self._inputs[0][1])
+        self._adapter_gradients = {stage: [None] * count for stage, count in enumerate(adapter_counts)}
+        input_gradients: list[Tensor | None] = [None] * len(self._inputs[0][1])
         for stage in reversed(range(len(self.plans))):
-            if self.plans[stage].mode.grad:  # in all stages from the first one with a gradient on
-                ends = not stage or not self.plans[stage - 1].mode.grad
-                gradients = await self._differentiated(stage, returns=ends)
-                found = found if stage else gradients
-        return found, [self._own[plan.index] for plan in self.plans]
+            if self.plans[stage].mode.grad:  # true from the first stage with a gradient to the last stage
+                is_last = not stage or not self.plans[stage - 1].mode.grad
+                gradients = await self._differentiate(stage, returns=is_last)
+                input_gradients = input_gradients if stage else gradients
+        return input_gradients, [self._adapter_gradients[plan.index] for plan in self.plans]
 
-    async def _differentiated(self, stage: int, *, returns: bool) -> list[Tensor | None]:
-        """Have a server compute a stage's backward, at first the server that has its graph.
+    async def _differentiate(self, stage: int, *, returns: bool) -> list[Tensor | None]:
+        """Have a server compute a stage's backward, preferably the server that has its graph.
 
-        Return the inputs' gradients, or hold them for the server of the stage before.
+        Return the inputs' gradients, or keep them at the server for the stage before.
         """
         has_graph = True
         while True:
@@ -391,20 +393,20 @@ class Chain:
                 if has_graph:
                     with contextlib.suppress(SwarmError):
                         return await self._backward(self.peers[stage], stage=stage, returns=returns)
-                    has_graph = False  # so another server computes both
-                both = partial(self._both, stage=stage, returns=returns)
-                self.peers[stage], found = await self.servers.ask(stage, both)
-                return found
+                    has_graph = False  # from now on, the forward is computed again, too
+                send = partial(self._forward_and_backward, stage=stage, returns=returns)
+                self.peers[stage], gradients = await self.servers.ask(stage, send)
+                return gradients
             except _NotFetched as error:
                 if isinstance(error.__cause__, GradientMissing):
                     self.servers.avoid(self.peers[stage + 1])
-                    self._gradients[stage] = await self._differentiated(stage + 1, returns=True)
+                    self._gradients[stage] = await self._differentiate(stage + 1, returns=True)
                 else:
-                    await self._bring_input(stage)
+                    await self._fetch_input(stage)
 
-    async def _both(self, peer: PeerId, *, stage: int, returns: bool) -> list[Tensor | None]:
+    async def _forward_and_backward(self, peer: PeerId, *, stage: int, returns: bool) -> list[Tensor | None]:
         """Have a server compute a stage's forward again, and then its backward."""
-        for _ in range(3):  # other clients' graphs may displace this one in between
+        for _ in range(3):  # other clients' graphs may displace this graph in between
             await self._forward(peer, stage=stage, returns=False)
             try:
                 return await self._backward(peer, stage=stage, returns=returns)
@@ -430,24 +432,28 @@ class Chain:
             if gradients is None:
                 raise _NotFetched from error
             raise
-        found, self._own[stage] = _gradients_of(tree, len(self._own[stage]))
-        if returns and stage == 0 and len(found) != len(self._inputs[0][1]):
-            raise ProtocolError(f"a backward gives gradients of {len(self._inputs[0][1])} inputs, got {len(found)}")
-        return found
+        num_inputs, num_adapter = len(self._inputs[0][1]), len(self._adapter_gradients[stage])
+        input_gradients, self._adapter_gradients[stage] = _split_gradient_lists(tree, num_adapter)
+        if returns and stage == 0 and len(input_gradients) != num_inputs:
+            raise ProtocolError(f"a backward must return {num_inputs} gradients of inputs, got {len(input_gradients)}")
+        return input_gradients
 
 
 def _to_send(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 
-def _gradients_of(tree: Any, num_own: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    lists = list(tree) if type(tree) is list and all(type(one) is list for one in tree) else []
+def _split_gradient_lists(tree: Any, num_adapter: int) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the gradients of inputs and of the adapter's tensors from a server's reply."""
+    lists = list(tree) if type(tree) is list and all(type(gradients) is list for gradients in tree) else []
     if (
         len(lists) != 2
-        or len(lists[1]) != num_own
-        or not all(one is None or isinstance(one, Tensor) for one in itertools.chain(*lists))
+        or len(lists[1]) != num_adapter
+        or not all(gradient is None or isinstance(gradient, Tensor) for gradient in itertools.chain(*lists))
     ):
-        raise ProtocolError(f"a backward gives gradients of inputs and of {num_own} tensors, got others")
+        raise ProtocolError(
+            f"a backward must return a list of gradients of inputs, and one of {num_adapter} gradients of the adapter"
+        )
     return lists[0], lists[1]
 
 
@@ -459,17 +465,17 @@ class _Call:
     chains: Sequence[Chain]
     parts: Sequence[MicrobatchInput]
     structure: serialization.Structure  # structure of the inputs
-    wants: Sequence[bool]
-    own_counts: Sequence[int]  # tensors in each stage's adapter
+    wants_grad: Sequence[bool]  # whether each tensor of the inputs needs a gradient
+    adapter_counts: Sequence[int]  # number of tensors in each stage's adapter
     output_structure: serialization.Structure = None
-    sizes: Sequence[int] = ()
+    sizes: Sequence[int] = ()  # rows of each microbatch
 
     def forward(self) -> list[Tensor]:
         """Compute all microbatches."""
 
-        async def through(chain: Chain, given: MicrobatchInput) -> Any:
-            (hidden,) = serialization.unflatten(self.structure, list(given.tensors))
-            return await chain.forward(hidden, given.kwargs, self.wants)
+        async def through(chain: Chain, part: MicrobatchInput) -> Any:
+            (hidden,) = serialization.unflatten(self.structure, list(part.tensors))
+            return await chain.forward(hidden, part.kwargs, self.wants_grad)
 
         async def all_parts() -> list[Any]:
             return await gather(through(*pair) for pair in zip(self.chains, self.parts, strict=True))
@@ -479,9 +485,9 @@ class _Call:
             output, left = split_left(tree)
             if left:
                 raise ConfigError(
-                    "blocks of a served model must only return their output while an adapter trains: some left "
-                    f"values on modules, {[*left.differentiable, *left.others, *left.refused][:3]}. Switch that off in "
-                    "the model's config, as `output_router_logits=False`."
+                    "blocks of a served model must store no values on modules while an adapter trains, got "
+                    f"{[*left.differentiable, *left.others, *left.refused][:3]}. Switch this off in the model's "
+                    "config, for example by `output_router_logits=False`."
                 )
             outputs.append(output)
         self.sizes = [part.num_rows for part in self.parts]
@@ -494,27 +500,27 @@ class _Call:
 
         async def all_parts() -> list[Any]:
             return await gather(
-                chain.backward(piece, self.own_counts) for chain, piece in zip(self.chains, pieces, strict=True)
+                chain.backward(piece, self.adapter_counts) for chain, piece in zip(self.chains, pieces, strict=True)
             )
 
-        found = self.runtime.run(all_parts())
-        inputs = concat_gradients([one for one, _ in found], self.sizes)
-        own = [_summed(parts) for parts in zip(*([t for stage in one for t in stage] for _, one in found), strict=True)]
-        return [*inputs, *own]
+        results = self.runtime.run(all_parts())
+        inputs = concat_gradients([input_gradients for input_gradients, _ in results], self.sizes)
+        by_microbatch = [list(itertools.chain(*adapter_gradients)) for _, adapter_gradients in results]
+        return [*inputs, *map(_sum, zip(*by_microbatch, strict=True))]
 
 
-def _summed(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Return the sum of the microbatches' gradients of one tensor; None if all of them are None."""
-    found = [one for one in parts if one is not None]
-    if not found:
+    gradients = [gradient for gradient in parts if gradient is not None]
+    if not gradients:
         return None
-    total = found[0].clone()
-    for one in found[1:]:
-        total += one
+    total = gradients[0].clone()
+    for gradient in gradients[1:]:
+        total += gradient
     return total
 
 
-class _Tuned(torch.autograd.Function):
+class _BlocksFunction(torch.autograd.Function):
     """The blocks as one operation of autograd."""
 
     @staticmethod
@@ -530,16 +536,19 @@ class _Tuned(torch.autograd.Function):
         """Return the gradients of all tensors."""
         if torch.is_grad_enabled():
             raise ConfigError(
-                "the blocks of a served model give first derivatives only, got `create_graph=True`. Leave it out."
+                "the blocks of a served model have first derivatives only, got `create_graph=True`. Leave it out."
             )
         call: _Call | None = ctx.call
         if call is None:
-            raise ConfigError("a backward goes through the blocks of a served model once. Leave out `retain_graph`.")
+            raise ConfigError(
+                "the blocks of a served model allow one backward for each forward, got a second. Leave out "
+                "`retain_graph`."
+            )
         ctx.call = None
-        found = [
-            None if gradient is None or not wanted else gradient.to(device=device, dtype=dtype)
-            for gradient, (dtype, device), wanted in zip(
+        wanted = [
+            None if gradient is None or not is_wanted else gradient.to(device=device, dtype=dtype)
+            for gradient, (dtype, device), is_wanted in zip(
                 call.backward(gradients), ctx.like, ctx.needs_input_grad[1:], strict=True
             )
         ]
-        return None, *found
+        return None, *wanted

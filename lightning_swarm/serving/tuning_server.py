@@ -1,4 +1,4 @@
-"""Tuning at a server: pure functions of a stage, a client's adapter, inputs and a seed."""
+"""Computes forwards and backwards for clients' tuning: pure functions of stage, adapter, inputs and seed."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ from lightning_swarm.server.handlers import checked_inputs, raising_stage_errors
 from lightning_swarm.server.inference.adapters import Adapter, AdapterStore, LayersOfStage, checked
 from lightning_swarm.server.out_of_memory import is_out_of_memory
 
-_MAX_KINDS: Final = 64  # kinds of forward whose costs are known
-_MAX_FETCHED: Final = 8  # fetched values that are held at once, of all clients
-_MAX_FETCHED_OF_CLIENT: Final = 2  # one is computed with, and the next one comes meanwhile
-_SMALL_VALUE: Final = 64 << 20  # bytes that a value may always have; a larger one takes at most its share of the cache
+_MAX_KINDS: Final = 64  # kinds of forwards whose costs are kept
+_MAX_FETCHED: Final = 8  # fetched values of all clients in memory
+_MAX_FETCHED_OF_CLIENT: Final = 2  # one in computation, and the next one in transit
+_SMALL_VALUE: Final = 64 << 20  # bytes that a value may always have; beyond, at most 1 / `_MAX_FETCHED` of the cache
 
 
 @dataclass(frozen=True, eq=False)
 class TunedStage:
-    """A stage that computes for clients' tuning."""
+    """A stage that computes with clients' adapters."""
 
     computation: Computation
     layers: LayersOfStage  # layers that adapters may change
-    _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # kind of call -> costs
+    _costs: OrderedDict[Any, SampleCosts | None] = field(default_factory=OrderedDict)  # kind of forward -> costs
 
     @contextmanager
     def adapting(self, adapter: Adapter | None, *, drops: bool, kind: Any = None) -> Iterator[None]:
-        """Within the context, compute with an adapter and gradients for it, on the compute thread.
+        """Within the context, on the compute thread, compute with an adapter, and gradients for it.
 
-        A sample costs the same in all forwards of a `kind`, so costs are measured once; None for a backward.
+        A sample costs the same in all forwards of a `kind`, so costs are measured once. Backwards have the kind None.
         """
         computation = self.computation
         computation.train(() if adapter is None else adapter.tensors)
@@ -82,7 +82,7 @@ class TuningHost(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
-    """A forward whose backward may come."""
+    """The graph of a forward, kept for its backward."""
 
     saved: SavedGraph
     adapter: Adapter | None
@@ -93,17 +93,17 @@ class _Graph:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """The parts of a call that are needed later."""
+    """Results of a call that are needed later."""
 
-    direction: Direction  # of the call that computed it
+    direction: Direction  # direction of the call
     graph: _Graph | None
     value: Message | None  # output or gradients that a neighbouring stage's server fetches
-    graph_bytes: int = 0  # with the inputs
+    graph_bytes: int = 0  # bytes of the graph and of the inputs
     since_s: float = field(default_factory=now_s)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parts; at least one, so that small parts count, too."""
+        """Bytes of graph and value, at least 1."""
         return max(1, self.graph_bytes + (0 if self.value is None else self.value.num_tensor_bytes))
 
 
@@ -113,8 +113,8 @@ _Key = tuple[PeerId, str, int]  # the client, its call, and the stage
 class TuningHandlers:
     """Handles forwards and backwards of clients' tuning.
 
-    A graph is kept for its backward while there is room, and a result for the next stage's server, which fetches it. If
-    one of them is gone, the client requests it again, here or elsewhere, and gets the same numbers.
+    While there is room, a graph is kept for its backward, and a result until the next stage's server fetches it. If
+    either is gone, the client repeats the call at any server, and gets the same numbers.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class TuningHandlers:
         self._executor, self._limits, self._host, self._device = executor, limits, host, device
         self._transport = transport
         self.adapters = AdapterStore(limits.adapter_bytes)
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()  # the oldest first
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()  # oldest first
         self._kept_bytes = 0
-        self._aging: asyncio.TimerHandle | None = None  # drops graphs that are not used any more
+        self._aging: asyncio.TimerHandle | None = None  # drops old graphs
         self._turns = FairTurns()
         self._checking = asyncio.Semaphore(1)
         self._slots = FetchSlots()
@@ -146,7 +146,7 @@ class TuningHandlers:
 
     async def _handle_adapter(self, caller: PeerId, upload: AdapterUpload, message: Message) -> None:
         stage = self._host.tuned_stage(upload.model, upload.stage)
-        async with self._checking:  # one at a time, and not on the loop: each may be large
+        async with self._checking:  # one at a time, on another thread, because adapters may be large
             adapter = await asyncio.to_thread(checked, upload, message.tensors, stage.layers, self._device)
         self.adapters.add(upload.digest, adapter)
 
@@ -166,22 +166,22 @@ class TuningHandlers:
         leaves = serialization.leaves((inputs, extras))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) < len(leaves):
-            raise ProtocolError("a forward's tensors travel as they are, got encoded ones")
+            raise ProtocolError("a forward's tensors must not be encoded, got encoded tensors")
         call = ForwardCall(inputs, extras, wants_grad, request.mode, request.seed)
 
         def compute() -> Any:
-            kind = (str(request.mode), tuple(wants_grad), request.drops, tuple(one.shape for one in tensors))
+            kind = (str(request.mode), tuple(wants_grad), request.drops, tuple(tensor.shape for tensor in tensors))
             with stage.adapting(adapter, drops=request.drops, kind=kind):
                 return stage.computation.forward(call)
 
         result = await self._compute(caller, request.stage, compute)
         if self._host.tuned_stage(request.model, request.stage) is not stage:
-            raise Busy("this server has moved to other stages meanwhile")
+            raise Busy("this server has moved to other stages during the call")
         graph = None
         if result.graph is not None:
             graph = _Graph(result.graph, adapter, request.mode, request.drops, stage)
         value, key = to_message(result.output, result.requires_grad), (caller, request.call, request.stage)
-        num_bytes = 0 if graph is None else result.graph_bytes + sum(one.nbytes for one in tensors)
+        num_bytes = 0 if graph is None else result.graph_bytes + sum(tensor.nbytes for tensor in tensors)
         self._drop(key)
         if graph is not None or not request.returns:
             self._keep(key, _Kept("forward", graph, None if request.returns else value, num_bytes))
@@ -190,7 +190,7 @@ class TuningHandlers:
     async def _handle_backward(
         self, caller: PeerId, request: TuneBackward, message: Message
     ) -> WithTensors[TuneGradients]:
-        """Return the gradients of a kept forward's adapter, and those of its inputs unless these are held here."""
+        """Compute a backward; return the adapter's gradients, and the inputs' unless they are kept here."""
         async with self._slot(caller, request):
             return await self._backward(caller, request, message)
 
@@ -202,34 +202,34 @@ class TuningHandlers:
         graph = None if kept is None else kept.graph
         if request.source is not None and graph is not None:
             gradients, _ = await self._fetch(caller, request, request.stage + 1, "backward")
-        if graph is None or self._kept.get(key) is not kept:  # it may have been dropped meanwhile
-            raise GraphGone("the graph for this backward is not here (any more)")
+        if graph is None or self._kept.get(key) is not kept:  # dropped during the fetch
+            raise GraphGone("this server has no graph for this backward, or has dropped it")
         check_gradients(graph.saved.outputs, gradients)
 
         def compute() -> Any:
             with graph.stage.adapting(graph.adapter, drops=graph.drops):
                 return graph.stage.computation.backward(graph.saved, gradients, graph.mode)
 
-        self._drop(key)  # even if it fails, because torch frees a graph while differentiating
-        found = [list(one) for one in await self._compute(caller, request.stage, compute)]
+        self._drop(key)  # even if the backward fails, because torch frees the graph in any case
+        inputs, adapter = map(list, await self._compute(caller, request.stage, compute))
         if not request.returns:
-            self._keep(key, _Kept("backward", None, to_message(found[0])))
-            found[0] = []
-        structure, tensors = serialization.flatten(found)
+            self._keep(key, _Kept("backward", None, to_message(inputs)))
+            inputs = []
+        structure, tensors = serialization.flatten([inputs, adapter])
         return TuneGradients(structure=structure), tensors
 
-    # ------------------------------------------------------------------ values that go from server to server
+    # ------------------------------------------------------------------ values from neighbouring stages
 
     def _slot(
         self, client: PeerId, request: TuneForward | TuneBackward
     ) -> AbstractAsyncContextManager[None, bool | None]:
-        """Return the context in which a call may hold a fetched value: it waits for its turn if it needs one."""
+        """Return the context of a call, in which it holds a slot if it fetches a value."""
         return nullcontext() if request.source is None else self._slots.held(client)
 
     async def _fetch(
         self, client: PeerId, request: TuneForward | TuneBackward, stage: int, direction: Direction
     ) -> tuple[serialization.Tree, list[bool]]:
-        """Fetch a value of a neighbouring stage from the request's source, and the value's flags."""
+        """Fetch a neighbouring stage's result from the request's source; return it with its flags."""
         assert request.source is not None
         wanted = TuneFetch(client=client, call=request.call, stage=stage, direction=direction)
         timeout = min(request.patience_s, self._limits.call_timeout)
@@ -237,39 +237,39 @@ class TuningHandlers:
             if request.source == self._transport.peer_id:
                 return from_message(await self._handle_fetch(client, wanted))
             max_bytes = min(self._limits.max_message_bytes, max(_SMALL_VALUE, self._limits.cache_bytes // _MAX_FETCHED))
-            found = await TUNE_FETCH.ask(self._transport, request.source, wanted, timeout=timeout, max_bytes=max_bytes)
-            return from_message(Message(*found))
+            answer = await TUNE_FETCH.ask(self._transport, request.source, wanted, timeout=timeout, max_bytes=max_bytes)
+            return from_message(Message(*answer))
         except SwarmError as error:
             missing = InputMissing if direction == "forward" else GradientMissing
             raise missing(f"{request.source} did not send stage {stage}'s result: {error}") from error
 
     async def _handle_fetch(self, caller: PeerId, request: TuneFetch) -> Message:
-        """Send a value; forget it unless its graph is still here, because each value is fetched once as a rule."""
+        """Send a kept value, and drop it unless its graph is still needed: usually each value is fetched once."""
         key = (request.client, request.call, request.stage)
         kept = self._kept.get(key)
         if kept is None or kept.value is None or kept.direction != request.direction:
-            raise TicketGone("the result is not here (any more)")
+            raise TicketGone("this server has no such result, or has dropped it")
         if kept.graph is None:
             self._drop(key)
         return kept.value
 
     async def _compute(self, client: PeerId, stage: int, work: Callable[[], Any]) -> Any:
-        """Compute in a client's turn, and charge it for the time."""
+        """Compute in a client's turn, and charge the client for the time."""
         future = self._executor.submit(self._turns.priority(client), work)
         with raising_stage_errors(stage, self._transport.peer_id):
             try:
-                found, busy_s = await future
+                result, busy_s = await future
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                raise Busy(f"there is no memory for this call: {error}") from error
+                raise Busy(f"this server lacks memory for this call: {error}") from error
         self._turns.charge(client, busy_s)
-        return found
+        return result
 
     # ------------------------------------------------------------------ kept graphs
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
-        self._drop(key)  # another request for the same call may have ended meanwhile
+        self._drop(key)  # a repeated request for the same call may have ended before
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
         while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # a single graph may be larger
@@ -292,24 +292,24 @@ class TuningHandlers:
 
 
 class FetchSlots:
-    """Bounds the fetched values that are held until they are computed with: those of one client, and all of them.
+    """Bounds the fetched values in memory, for each client and for all clients together.
 
-    A request with tensors is counted against its sender before it is read. One that names a source is small, and its
-    value comes only when a slot is free.
+    A request that contains tensors needs no slot, because its bytes are counted before it is read. A request that names
+    a source waits for a slot, and then fetches the value.
     """
 
     def __init__(self) -> None:
         self._all = asyncio.Semaphore(_MAX_FETCHED)
         self._of_client: dict[PeerId, asyncio.Semaphore] = {}
-        self._num_calls: Counter[PeerId] = Counter()  # client -> calls that hold a slot or wait for one
+        self._num_calls: Counter[PeerId] = Counter()  # client -> calls that hold a slot or wait for a slot
 
     @asynccontextmanager
     async def held(self, client: PeerId) -> AsyncIterator[None]:
         """Wait for a slot, and hold it within the context."""
-        own = self._of_client.setdefault(client, asyncio.Semaphore(_MAX_FETCHED_OF_CLIENT))
+        client_slots = self._of_client.setdefault(client, asyncio.Semaphore(_MAX_FETCHED_OF_CLIENT))
         self._num_calls[client] += 1
         try:
-            async with own, self._all:
+            async with client_slots, self._all:
                 yield
         finally:
             self._num_calls[client] -= 1
@@ -325,16 +325,16 @@ class FairTurns:
         self._seen_s: dict[PeerId, float] = {}  # client -> time of its newest call; forgotten after a minute
 
     def priority(self, client: PeerId) -> Priority:
-        """Return the priority of a client's next call: after steps of sessions."""
+        """Return the priority of a client's next call, which is below that of sessions' steps."""
         at_s = now_s()
-        self._seen_s = {one: seen_s for one, seen_s in self._seen_s.items() if seen_s > at_s - 60.0}
-        self._served_s = {one: self._served_s[one] for one in self._seen_s}
+        self._seen_s = {other: seen_s for other, seen_s in self._seen_s.items() if seen_s > at_s - 60.0}
+        self._served_s = {other: self._served_s[other] for other in self._seen_s}
         least_s = min(self._served_s.values(), default=0.0)
         self._served_s.setdefault(client, least_s)
         self._seen_s[client] = at_s
         return 1, int(1e6 * self._served_s[client])
 
     def charge(self, client: PeerId, busy_s: float) -> None:
-        """Add seconds of the compute thread to a client's account."""
+        """Charge a client for seconds of the compute thread."""
         if client in self._served_s:
             self._served_s[client] += busy_s
