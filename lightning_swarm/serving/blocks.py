@@ -1,4 +1,9 @@
-"""A client's stand-in for the blocks of a served model: sends their calls to its servers."""
+"""A client's stand-in for the blocks of a served model, which sends their calls to servers.
+
+A call of the blocks is one of three things. With a cache, it is a step of a text, whose keys and values servers keep in
+a session. If gradients flow or an adapter trains, it is a forward for tuning, as in `tuning_client`. Without a cache
+and without gradients, servers compute it once and keep nothing.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 
 _NO_CACHE: Final = (
     "a forward that may train cannot continue a text from a cache, because servers keep no keys and values of such "
-    "forwards; got a cache with tokens. Generate text under `torch.no_grad()`, freeze the adapter with "
+    "forwards, got a cache with tokens. Generate text under `torch.no_grad()`, freeze the adapter with "
     "`requires_grad_(False)`, or pass `use_cache=False` and the whole text each time."
 )
 _ONLY_HIDDEN: Final = (
@@ -42,7 +47,7 @@ _WEIGHTS: Final = SessionWeights(generation=0, version=0, number=0)  # served we
 def _check_not_empty(hidden: Tensor) -> None:
     if not hidden.numel():
         raise ConfigError(
-            f"a served model takes at least one text of at least one token, got a hidden state of {list(hidden.shape)}."
+            f"a served model needs at least one text of at least one token, got a hidden state {list(hidden.shape)}."
         )
 
 
@@ -51,32 +56,32 @@ def _wants_gradient(tree: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in serialization.flatten(tree)[1])
 
 
-def _leads_to_gradients(found: FoundAdapters, hidden: Any) -> bool:
+def _needs_backward(adapters: FoundAdapters, hidden: Any) -> bool:
     """Return whether a forward needs a backward later, for adapters or for the hidden state."""
-    return found.wants_grad or _wants_gradient(hidden)
+    return adapters.wants_grad or _wants_gradient(hidden)
 
 
 @dataclass
 class TextInProgress:
-    """A text that a thread writes: the blocks note its cache here."""
+    """A text that a thread generates, with the cache that its forwards use."""
 
-    scope: Hashable = ""  # texts of other scopes may not begin with prefixes of this one
-    cache: Any = None  # of the newest forward; its session ends with it
-    num_caches: int = 0
+    scope: Hashable = ""  # only texts of the same scope share prefixes
+    cache: Any = None  # cache of the newest forward; its session ends when it is garbage-collected
+    num_caches: int = 0  # number of caches so far
     num_kept_tokens: int = 0  # tokens whose keys and values the servers had before the text
 
     def use(self, cache: Any) -> None:
-        """Note the cache of a forward."""
+        """Record the cache of a forward."""
         self.num_caches += cache is not self.cache
         self.cache = cache
 
 
-class Recorded(BaseException):
-    """Ends a forward whose input was recorded, instead of its output."""
+class ForwardStopped(BaseException):
+    """Ends a model's forward at its blocks, because only the blocks' input was wanted."""
 
 
 class ServedBlocks:
-    """Stands in for a model's blocks: their calls become steps of sessions."""
+    """Computes calls of a model's blocks on servers."""
 
     def __init__(
         self,
@@ -85,21 +90,21 @@ class ServedBlocks:
         blocks: Sequence[nn.Module],
         *,
         device: torch.device,
-        adapted: AdaptedBlocks | None = None,  # set if blocks may have adapters
+        adapted: AdaptedBlocks | None = None,  # None: blocks have no adapters
         exact: bool = False,  # servers compute each text alone
     ) -> None:
         self.exact = exact
         self._num_stages, self._device, self._adapted = len(card.stages), device, adapted
         self._blocks = blocks
         self._on_thread = threading.local()  # has `call`, `exact`, `text` and `recorded`
-        self._num_writing = 0  # calls of the Hugging Face model's `generate` under way
+        self._num_writing = 0  # calls of `generate` in progress, on all threads
         self.forwards = forwards
 
     @contextlib.contextmanager
     def writing(self, scope: Hashable = "") -> Iterator[TextInProgress]:
-        """Inside, treat forwards with a cache as text generation, even with an adapter that trains.
+        """Within the context, treat forwards with a cache as steps of a text, even if an adapter trains.
 
-        Yields this thread's text, the same one if it is written already.
+        Yields this thread's text. A nested context yields the text of the outer context.
         """
         before = getattr(self._on_thread, "text", None)
         text = self._on_thread.text = before or TextInProgress(scope)
@@ -112,19 +117,19 @@ class ServedBlocks:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[SessionInput]]:
-        """Inside, this thread's forwards end by `Recorded`; yields the list that gets their inputs."""
+        """Within the context, stop this thread's forwards at the blocks; yields the list that receives their inputs."""
         self._on_thread.recorded = list[SessionInput]()
         try:
             yield self._on_thread.recorded
         finally:
             self._on_thread.recorded = None
 
-    def adapters_of_texts(self) -> list[PackedAdapter | None] | None:
-        """Return each stage's adapter for texts; None if texts draw random numbers."""
-        found = None if self._adapted is None else self._adapted.adapters()
-        if self._trains or (found is not None and any(stage.drops for stage in found.stages)):
+    def text_adapters(self) -> list[PackedAdapter | None] | None:
+        """Return each stage's adapter for texts, or an empty list; None if texts draw random numbers."""
+        adapters = None if self._adapted is None else self._adapted.adapters()
+        if self._trains or (adapters is not None and any(stage.drops for stage in adapters.stages)):
             return None
-        return [] if self._adapted is None or found is None or found.is_empty else self._adapted.packed(found)
+        return [] if self._adapted is None or adapters is None or adapters.is_empty else self._adapted.packed(adapters)
 
     def branched(
         self,
@@ -133,14 +138,14 @@ class ServedBlocks:
         adapters: Sequence[PackedAdapter | None],
         source: InferenceSession | None = None,
     ) -> tuple[Any, int] | None:
-        """See `SessionForwards.branched`."""
+        """Return a cache that begins with kept steps, and their number of tokens; see `SessionForwards.branched`."""
         return self.forwards.branched(
             recipe, steps, weights=_WEIGHTS, adapters=adapters, source=source, exact=self.exact
         )
 
     @contextlib.contextmanager
     def computed_by(self, call: Callable[[Any, dict[str, Any], Any], Any]) -> Iterator[None]:
-        """Inside, and on this thread, `call` computes the blocks of forwards with a cache, in place of `step`."""
+        """Within the context, and on this thread, compute forwards with a cache by `call` in place of `step`."""
         before, self._on_thread.call = getattr(self._on_thread, "call", None), call
         try:
             yield
@@ -149,45 +154,45 @@ class ServedBlocks:
 
     @contextlib.contextmanager
     def exactly(self) -> Iterator[None]:
-        """Inside, and on this thread, servers compute the steps of texts that begin alone."""
+        """Make texts exact that begin within the context, on this thread: servers compute their steps alone."""
         self._on_thread.exact = True
         try:
             yield
         finally:
             self._on_thread.exact = False
 
-    def generate(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
-        """Compute the blocks' output for a forward with a cache."""
+    def call_with_cache(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
+        """Compute the blocks' output for a forward with a cache, by `step` or by its replacement; see `computed_by`."""
         call = getattr(self._on_thread, "call", None) or self.step
         return call(hidden, extras, cache)
 
     def step(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         """Compute the blocks' output for a forward with a cache, such as one step of Hugging Face's `generate`.
 
-        If a text is written, the forward is a step of a session. If gradients are needed, or an adapter trains outside
-        of `writing`, it is a forward for tuning, which uses no cache, and refuses one that holds a text.
+        The forward is a step of a text, unless gradients are needed, or an adapter trains outside of `writing`. Then it
+        is a forward for tuning, which uses no cache, and refuses a cache that has tokens.
         """
         if (steps := getattr(self._on_thread, "recorded", None)) is not None:
             _check_not_empty(hidden)
             steps.append(self.forwards.recorded(hidden, extras, cache, self._modes()))
-            raise Recorded
+            raise ForwardStopped
         if (text := getattr(self._on_thread, "text", None)) is not None:
             text.use(cache)
-        found = self._adapters(hidden, extras)
-        if (step := self._text_step(hidden, extras, cache, found)) is not None:
+        adapters = self._adapters(hidden, extras)
+        if (step := self._text_step(hidden, extras, cache, adapters)) is not None:
             return self.forwards.step(step)
         assert self._adapted is not None
-        assert found is not None
+        assert adapters is not None
         handle = CacheHandle.of(cache)
         if handle.length or handle.session is not None:
             raise ConfigError(_NO_CACHE)
-        # A forward for tuning: forbid any later use of the cache, and compute without it.
+        # Compute the forward for tuning without the cache, which would lack its tokens from now on.
         handle.refuse_use(_NO_CACHE)
         extras = {name: None if is_in_session(value) else value for name, value in extras.items()}
-        return self._adapted(hidden, extras, found)
+        return self._adapted(hidden, extras, adapters)
 
     def send(self, hidden: Any, extras: dict[str, Any], cache: Any) -> SentStep:
-        """Send a text's step, perhaps behind others under way; `forwards` receives its output."""
+        """Send a text's step, perhaps before earlier steps have returned; see `SessionForwards.receive`."""
         step = self._text_step(hidden, extras, cache, self._adapters(hidden, extras))
         if step is None:
             raise ConfigError(_NO_CACHE)
@@ -199,32 +204,32 @@ class ServedBlocks:
         Args:
             steps: The hidden state ``[rows, tokens, ...]``, the blocks' other arguments and the cache of each text.
         """
-        found: list[Any] = []
+        checked: list[TextStep | ConfigError] = []
         for hidden, extras, cache in steps:
             try:
                 step = self._text_step(hidden, extras, cache, self._adapters(hidden, extras))
-                found.append(ConfigError(_NO_CACHE) if step is None else step)
+                checked.append(ConfigError(_NO_CACHE) if step is None else step)
             except ConfigError as error:
-                found.append(error)
-        outputs = iter(self.forwards.step_many([one for one in found if isinstance(one, TextStep)]))
-        return [next(outputs) if isinstance(one, TextStep) else one for one in found]
+                checked.append(error)
+        outputs = iter(self.forwards.step_many([step for step in checked if isinstance(step, TextStep)]))
+        return [next(outputs) if isinstance(step, TextStep) else step for step in checked]
 
     def _text_step(
-        self, hidden: Any, extras: dict[str, Any], cache: Any, found: FoundAdapters | None
+        self, hidden: Any, extras: dict[str, Any], cache: Any, adapters: FoundAdapters | None
     ) -> TextStep | None:
         """Return a text's step; None if the forward is for tuning."""
         _check_not_empty(hidden)
         exact = self.exact or getattr(self._on_thread, "exact", False)
         make = partial(TextStep, hidden=hidden, extras=extras, cache=cache, weights=_WEIGHTS, exact=exact)
-        if self._adapted is None or found is None:
+        if self._adapted is None or adapters is None:
             return make(modes=self._modes(training=self._trains))
-        # Not each cache is for a text: a model makes one even if it will not be used, as in an evaluation. `is_trained`
-        # is true if an adapter has parameters that train, even if gradients are off.
-        is_text = self._num_writing > 0 or CacheHandle.of(cache).session is not None or not found.is_trained
-        if not is_text or _leads_to_gradients(found, hidden):
+        # A cache alone does not make a forward a text's step, because a model creates caches in an evaluation, too.
+        # `is_trained` is true if an adapter has parameters that train, even if gradients are off.
+        is_text = self._num_writing > 0 or CacheHandle.of(cache).session is not None or not adapters.is_trained
+        if not is_text or _needs_backward(adapters, hidden):
             return None
-        packed, drops = self._adapted.packed(found), [stage.drops for stage in found.stages]
-        return make(modes=self._modes(training=found.trains), adapters=packed, drops=drops)
+        packed, drops = self._adapted.packed(adapters), [stage.drops for stage in adapters.stages]
+        return make(modes=self._modes(training=adapters.trains), adapters=packed, drops=drops)
 
     def __call__(self, hidden: Any, *carried: Any, **extras: Any) -> Any:
         """Compute a forward without a cache. `carried` are inputs beside the hidden state that require a gradient."""
@@ -233,8 +238,8 @@ class ServedBlocks:
             raise ConfigError(_ONLY_HIDDEN)
         if carried:
             raise ConfigError(
-                "a served model computes without gradients, got an input of its blocks that requires one. Call it "
-                "under `torch.no_grad()`."
+                "a served model computes without gradients, got an input of its blocks that requires a gradient. Call "
+                "the model under `torch.no_grad()`."
             )
         adapters = self._adapters(hidden, extras)
         if self._adapted is not None and adapters is not None:
@@ -250,11 +255,11 @@ class ServedBlocks:
         """Return the adapters; None if there are none and the call neither draws random numbers nor needs gradients."""
         if self._adapted is None:
             return None
-        found = self._adapted.adapters()
+        adapters = self._adapted.adapters()
         if _wants_gradient(extras):
             raise ConfigError(_ONLY_HIDDEN)
-        draws = found.trains or any(stage.drops for stage in found.stages)
-        return None if found.is_empty and not draws and not _leads_to_gradients(found, hidden) else found
+        draws = adapters.trains or any(stage.drops for stage in adapters.stages)
+        return None if adapters.is_empty and not draws and not _needs_backward(adapters, hidden) else adapters
 
     def _modes(self, *, training: bool = False) -> list[ComputeMode]:
         mode = capture(self._device.type, training=training, grad=False, input_grad=False)

@@ -29,16 +29,16 @@ REFRESH_S: Final = 5.0
 
 _CARD_TIMEOUT_S: Final = 30.0
 _CONNECT_TIMEOUT_S: Final = 5.0
-_CONNECT_AGAIN_S: Final = 15.0  # pause after a failed attempt to connect
+_RECONNECT_S: Final = 15.0  # pause after a failed attempt to connect
 
 
 def offers_key(model: str) -> str:
-    """Return the directory key under which the servers of this model announce their offers."""
+    """Return the directory key under which a model's servers announce their offers."""
     return f"{model}.offers"
 
 
 async def read_card(transport: Transport, peer: PeerId) -> ModelCard:
-    """Ask a server which model it serves."""
+    """Return the card of the model that a server serves."""
     return await MODEL_CARD.ask(transport, peer, CardRequest(), timeout=_CARD_TIMEOUT_S)
 
 
@@ -51,24 +51,24 @@ class ModelDirectory:
     card: ModelCard
     offers: dict[PeerId, ServerOffer] = field(default_factory=dict)
     uploads: AdapterUploads = field(init=False)  # adapters that this client sends
-    _not_before_s: dict[PeerId, float] = field(default_factory=dict)  # peer -> time of the next attempt to connect
+    _retry_at_s: dict[PeerId, float] = field(default_factory=dict)  # peer -> time of the next attempt to connect
 
     def __post_init__(self) -> None:
         self.uploads = AdapterUploads(self.transport)
 
     async def refresh(self) -> None:
-        """Read the announcements, and connect to newcomers."""
-        found: dict[PeerId, ServerOffer] = {}
+        """Read the servers' announcements, and connect to new servers."""
+        announced: dict[PeerId, ServerOffer] = {}
         for peer, value in (await self.directory.read(offers_key(self.card.id))).items():
             try:
                 offer = decode(value, ServerOffer)
                 self._check(peer, offer)
             except ProtocolError as error:
-                _log.warning("Ignored what %s announced: %s", peer, shorten(str(error)))
+                _log.warning("Ignored the announcement of %s: %s", peer, shorten(str(error)))
             else:
-                found[peer] = offer
-        met = await gather(self._meets(peer, offer) for peer, offer in found.items())
-        self.offers = {peer: offer for (peer, offer), is_met in zip(found.items(), met, strict=True) if is_met}
+                announced[peer] = offer
+        reached = await gather(self._connect(peer, offer) for peer, offer in announced.items())
+        self.offers = {peer: offer for (peer, offer), ok in zip(announced.items(), reached, strict=True) if ok}
 
     async def keep_fresh(self) -> None:
         """Refresh periodically."""
@@ -82,23 +82,23 @@ class ModelDirectory:
     def _check(self, peer: PeerId, offer: ServerOffer) -> None:
         """Refuse an offer of stages that the model does not have, or with addresses of other peers."""
         if offer.first_stage + offer.num_stages > len(self.card.stages):
-            raise ProtocolError(f"the model has {len(self.card.stages)} stages, got an offer of {offer}")
-        others = {address.rpartition("/p2p/")[2] for address in offer.addresses if "/p2p/" in address} - {peer}
-        if others:
-            raise ProtocolError(f"a peer announces its own addresses, got one of {min(others)}")
+            raise ProtocolError(f"an offer must name some of the model's {len(self.card.stages)} stages, got {offer}")
+        foreign = {address.rpartition("/p2p/")[2] for address in offer.addresses if "/p2p/" in address} - {peer}
+        if foreign:
+            raise ProtocolError(f"a peer must announce its own addresses, got an address of {min(foreign)}")
 
-    async def _meets(self, peer: PeerId, offer: ServerOffer) -> bool:
-        """Return whether a server can be reached; connect to it if it is new, or has new addresses."""
+    async def _connect(self, peer: PeerId, offer: ServerOffer) -> bool:
+        """Connect to a server that is new or has new addresses; return whether it can be reached."""
         known = self.offers.get(peer)
         if peer == self.transport.peer_id or (known is not None and known.addresses == offer.addresses):
             return True
-        if self._not_before_s.get(peer, 0.0) > now_s():
+        if self._retry_at_s.get(peer, 0.0) > now_s():
             return False
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await self.transport.connect(offer.addresses)
         except (SwarmError, TimeoutError) as error:
-            self._not_before_s[peer] = now_s() + _CONNECT_AGAIN_S
+            self._retry_at_s[peer] = now_s() + _RECONNECT_S
             _log.info("Server %s cannot be reached from here: %s", peer, shorten(str(error)))
             return False
         return True
@@ -112,27 +112,27 @@ class ModelDirectory:
     async def download(
         self, names: Sequence[str], like: Mapping[str, Tensor], wanted: WeightsDigest, sources: Collection[PeerId]
     ) -> dict[str, Tensor]:
-        """Download tensors, formed as in `like`, from the first source whose tensors match the digest `wanted`."""
+        """Download tensors like those in `like` from the first source whose tensors match the digest `wanted`."""
         problems: list[str] = []
         for peer in sources:
             try:
-                found = {name: await self._tensor(peer, name, like[name]) for name in names}
-                if await asyncio.to_thread(weights_digest, found) != wanted:
-                    raise Damaged(f"the weights of {peer} are not those of the model's card")
+                tensors = {name: await self._tensor(peer, name, like[name]) for name in names}
+                if await asyncio.to_thread(weights_digest, tensors) != wanted:
+                    raise Damaged(f"the weights from {peer} do not match the model's card")
             except SwarmError as error:
                 problems.append(f"{peer}: {error}")
             else:
-                return found
+                return tensors
         raise StageLost(
-            f"no server gives the weights {list(names)[:3]} of model {self.card.id[:12]}: "
-            f"{problems or 'none has them'}. Start one that has the model's files: `serve --weights FOLDER`."
+            f"no server sent the weights {list(names)[:3]} of model {self.card.id[:12]}: "
+            f"{problems or 'no server has them'}. Start one that has the model's files: `serve --weights FOLDER`."
         )
 
     async def _tensor(self, peer: PeerId, name: str, like: Tensor) -> Tensor:
         (tensor,) = await self._part(peer, PartRequest(model=self.card.id, kind="tensor", name=name), like.nbytes)
         if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
             raise Damaged(
-                f"`{name}` has {tuple(like.shape)} and {like.dtype}, got {tuple(tensor.shape)}, {tensor.dtype}"
+                f"`{name}` must be {tuple(like.shape)} in {like.dtype}, got {tuple(tensor.shape)} in {tensor.dtype}"
             )
         return tensor
 
@@ -140,28 +140,26 @@ class ModelDirectory:
         max_bytes = max(max_bytes, 1)
         _, tensors = await MODEL_PART.ask(self.transport, peer, request, timeout=3600.0, max_bytes=max_bytes)
         if len(tensors) != 1:
-            raise Damaged(f"{peer} sent {len(tensors)} tensors for {request.name!r}")
+            raise Damaged(f"{peer} must send one tensor for {request.name!r}, got {len(tensors)}")
         return (tensors[0],)
 
     async def download_files(self) -> dict[str, bytes]:
-        """Download the model's small files and check each against the card. Tokens depend on all of them."""
-        found = {}
+        """Download the model's small files, and check each against the card. The tokenizer needs all of them."""
+        files = {}
         for file in self.card.files:
             if file.name not in FILES:  # the name becomes a path
-                raise ProtocolError(f"a model's files are among {FILES}, got {file.name!r} in its card")
+                raise ProtocolError(f"a model's files must be among {FILES}, got {file.name!r} in its card")
             request = PartRequest(model=self.card.id, kind="file", name=file.name)
             for peer in [peer for peer, offer in self.offers.items() if offer.has_files]:
                 try:
                     (tensor,) = await self._part(peer, request, file.num_bytes)
                 except SwarmError as error:
-                    _log.info("%s does not send %s: %s", peer, file.name, shorten(str(error)))
+                    _log.info("%s did not send %s: %s", peer, file.name, shorten(str(error)))
                     continue
                 content = tensor.numpy().tobytes()
                 if hashlib.sha256(content).digest() == file.sha256:
-                    found[file.name] = content
+                    files[file.name] = content
                     break
             else:
-                raise StageLost(
-                    f"no server gives the file {file.name!r} of the model. Ask again, or use your own copy."
-                )
-        return found
+                raise StageLost(f"no server sent the file {file.name!r} of the model. Try again, or use your own copy.")
+        return files

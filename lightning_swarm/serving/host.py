@@ -1,4 +1,4 @@
-"""A peer that serves stages of a finished model: loads and announces them, and leaves without loss of texts."""
+"""A peer that serves stages of a finished model: loads, announces and moves them, and leaves without loss of texts."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ _log = logging.getLogger(__name__)
 _OFFER_TTL_S: Final = 4 * REFRESH_S
 _MAX_STAGES: Final = 16  # most stages of a model, if the user sets no number
 _MAX_NEIGHBOURS: Final = 32  # other servers to which links are measured
-_DRAIN_LOOK_S: Final = 0.2  # seconds between two looks at the texts under way
-_RATE_WEIGHT: Final = 0.3  # weight of the newest `REFRESH_S` in the shown rate of tokens
-_QUIET_S: Final = 10.0  # seconds without a step after which a text no longer counts as under way here
+_DRAIN_POLL_S: Final = 0.2  # pause between checks of the texts in progress
+_RATE_WEIGHT: Final = 0.3  # weight of the newest `REFRESH_S` in the announced rate of tokens
+_QUIET_S: Final = 10.0  # seconds without a step after which a text no longer counts as in progress here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +57,16 @@ class ServeOptions:
 
     Args:
         weights: A Hugging Face folder; None: the weights come from other servers.
-        hosts: Servers of the model that already run; empty: this server is the first.
-        weight_bytes: Most bytes of weights that the server holds; None: all stages.
+        hosts: Running servers of the model; empty: this server is the first.
+        weight_bytes: The maximum bytes of weights that the server holds; None: no limit.
         num_stages: Number of stages into which the first server cuts the model; None: one for each block, up to 16.
         dtype: Dtype of the weights, at the first server; None: as they were saved.
         quantize: The kind of quantised weights, ``nf4`` or ``int8``, at the first server; None: as they were saved.
         blocks: The name of the list of blocks, at the first server; None: it is found.
         device: The device that computes.
         batches_texts: Compute steps of several texts together, which may change their last bits.
-        shares_prefixes: Texts of all clients share the prompts' prefixes that the server keeps. From the time of an
-            answer, a client can then guess what others asked.
+        shares_prefixes: All clients share the prefixes of prompts that the server keeps. From the time of an answer, a
+            client can then guess whether other clients have sent its prompt.
         moves: Policy of moves to worse-served stages; None: never move.
     """
 
@@ -90,45 +90,45 @@ class ModelHost:
         self,
         transport: Transport,
         directory: Directory,
-        executor: Callable[[], Executor],
+        new_executor: Callable[[], Executor],
         limits: Limits,
         options: ServeOptions,
     ) -> None:
         self._transport, self._directory = transport, directory
-        self._executor_of, self._limits, self._options = executor, limits, options
+        self._new_executor, self._limits, self._options = new_executor, limits, options
         self._executor: Executor | None = None
         self._device = torch.device(options.device)
         self._tasks = TaskOwner()
         self._leaving = asyncio.Event()
         self._folder: PretrainedFolder | None = None
         self.server: ModelServer | None = None
-        self.span = range(0)  # the stages that it serves
+        self.span = range(0)  # stages of this server
         self._tokens_per_s = MovingAverage(_RATE_WEIGHT)  # at each of its stages
-        self._known: dict[str, range] = {}  # server -> its stages, as last reported
+        self._reported: dict[str, range] = {}  # server -> its stages, as last printed
 
     async def open(self, say: Callable[[str], None] = _log.info) -> None:
-        """Load stages, and begin to serve them."""
+        """Load stages, and begin to serve them. `say` prints what happens."""
         options = self._options
         self._folder = None if options.weights is None else PretrainedFolder(options.weights)
         self._say = say
         if options.hosts:
-            card = await self._card_of_hosts()
+            card = await self._read_card()
             check_version(card)
             check_same(card.config, None if self._folder is None else self._folder.config, options.quantize)
             model, ranges = await self._build(card), card.ranges
             self.models = ModelDirectory(self._transport, self._directory, card)
             await self.models.refresh()
-            self.span = await asyncio.to_thread(self._place, model, ranges, self._others(), say)
+            self.span = await asyncio.to_thread(self._choose_first_span, model, ranges, self._others(), say)
         elif self._folder is None:
             raise ConfigError("the first server of a model needs its files: name their folder by `--weights`.")
         else:
             model, ranges, form = await asyncio.to_thread(_cut_model, self._folder, options, say)
-            self.span = await asyncio.to_thread(self._place, model, ranges, [], say)
-            say(f"Reading {options.weights}, to tell others which weights are served.")
+            self.span = await asyncio.to_thread(self._choose_first_span, model, ranges, [], say)
+            say(f"Reading {options.weights}, to describe the weights in the model's card.")
             card = await asyncio.to_thread(_card, self._folder, model, ranges, form)
             self.models = ModelDirectory(self._transport, self._directory, card)
         parts = await self._load(model, self.span)
-        self._executor = self._executor_of()
+        self._executor = self._new_executor()
         await self._tasks.start()
         self.server = ModelServer(
             self._transport,
@@ -143,43 +143,43 @@ class ModelHost:
         )
         MODEL_SERVERS.serve(self._transport, self._handle_servers)
         await self._serve(self.span)
-        self._known = self._held()
+        self._reported = self._stages_by_server()
         self._tasks.spawn(self._keep_announcing())
-        self._tasks.spawn(self._keep_looking())
+        self._tasks.spawn(self._keep_refreshing())
         if options.moves is not None:
-            self._tasks.spawn(Moves(self, self._transport, options.moves, self._limits).keep_looking())
+            self._tasks.spawn(Moves(self, self._transport, options.moves, self._limits).keep_checking())
 
     async def _serve(self, span: range) -> None:
-        """Serve these stages, which the server has loaded, and announce them."""
+        """Announce these stages, which are loaded, and take texts."""
         assert self.server is not None
         self.span = span
         self.server.is_draining = self.is_leaving
         with contextlib.suppress(PeerError):  # a later announcement may succeed
             await self._announce()
-        model = f"{len(self.models.card.stages)} of model {self.models.card.id[:12]}"
-        self._say(f"Serving {named_stages(span)} of {model}.")
+        card = self.models.card
+        self._say(f"Serving {named_stages(span)} of {len(card.stages)} of model {card.id[:12]}.")
 
     async def move(self, span: range) -> None:
-        """Serve other stages. If they cannot be loaded, serve the former stages, or none if these are gone, too."""
+        """Serve the stages of `span`. If they cannot be loaded, serve the former stages, or none if that fails, too."""
         assert self.server is not None
         before = self.span
         await self.server.withdraw()
         self.span = range(0)
         try:
             parts = await self._load(await self._build(self.models.card), span)
-        except Exception as error:  # any error of its disk or device
+        except Exception as error:  # disks and devices fail with errors of any kind
             if not before:
                 raise
-            _log.warning("The stages %s cannot be loaded, and this server stays: %s", [*span], shorten(str(error)))
+            _log.warning("Not moved, because the stages %s cannot be loaded: %s", [*span], shorten(str(error)))
             span, parts = before, await self._load(await self._build(self.models.card), before)
-        self.server.take(parts)
+        self.server.serve_parts(parts)
         await self._serve(span)
 
     async def _build(self, card: ModelCard) -> PretrainedModel:
-        config = card.config, card.generation_config
-        return await asyncio.to_thread(PretrainedModel, *config, dtype=card.dtype, blocks=card.blocks)
+        configs = card.config, card.generation_config
+        return await asyncio.to_thread(PretrainedModel, *configs, dtype=card.dtype, blocks=card.blocks)
 
-    async def _card_of_hosts(self) -> ModelCard:
+    async def _read_card(self) -> ModelCard:
         """Read the model's card from the first server in `hosts` that answers."""
         problems = []
         for peer in self._options.hosts:
@@ -188,22 +188,25 @@ class ModelHost:
             except PeerError as error:
                 problems.append(f"{short_name(peer)}: {shorten(str(error))}")
         raise ConfigError(
-            f"`--join` must name a server of a model, and none says which: {'; '.join(problems)}. Copy the address "
-            "that it printed, and see whether it runs."
+            f"`--join` must name a running server of a model, but none answers: {'; '.join(problems)}. Copy the "
+            "address that the server printed, and check that it runs."
         )
 
-    def _place(
+    def _choose_first_span(
         self, model: PretrainedModel, ranges: Sequence[range], others: Sequence[Placed], say: Callable[[str], None]
     ) -> range:
-        """Choose this server's stages before anything is loaded, and report what the model needs and has."""
-        sizes, room = model.stage_bytes(ranges), self._options.weight_bytes
-        span = choose_span(sizes, room, stage_rates(len(sizes), others))
-        held = [*(other.stages for other in others), span]
-        memory = sum(sizes[stage] for stages in held[:-1] for stage in stages) + (sum(sizes) if room is None else room)
-        is_missing = bool(missing_stages(len(sizes), held))
-        smaller = model.bytes_if_quantized("nf4", ranges, self._device) if is_missing else None
-        fits = smaller is not None and smaller <= memory
-        say(coverage(sizes, held) + (f" By `--quantize nf4` it would need {size_text(smaller or 0)}." if fits else ""))
+        """Choose this server's stages before they are loaded, and print the memory that the model needs and has."""
+        sizes, capacity = model.stage_bytes(ranges), self._options.weight_bytes
+        span = choose_span(sizes, capacity, stage_rates(len(sizes), others))
+        spans = [*(other.stages for other in others), span]
+        hint = ""
+        if missing_stages(len(sizes), spans):
+            memory = sum(sizes[stage] for other in others for stage in other.stages)
+            memory += sum(sizes) if capacity is None else capacity
+            quantized = model.bytes_if_quantized("nf4", ranges, self._device)
+            if quantized is not None and quantized <= memory:
+                hint = f" By `--quantize nf4` it would need {size_text(quantized)}."
+        say(coverage(sizes, spans) + hint)
         check_fits(sum(sizes[stage] for stage in span), self._device)
         return span
 
@@ -215,9 +218,9 @@ class ModelHost:
     def choose_move(self, avoided: Collection[range], *, gain: float) -> range | None:
         """Choose stages that need this server more than its own stages; None: it stays."""
         assert self.server is not None
-        here = Placed(self.span, 1.0 / (self.server.sessions.step_s or self._typical_step_s))
-        room = self._options.weight_bytes
-        return choose_move(self.stage_bytes, room, here, self._others(), avoided=avoided, gain=gain)
+        own = Placed(self.span, 1.0 / (self.server.sessions.step_s or self._typical_step_s))
+        capacity = self._options.weight_bytes
+        return choose_move(self.stage_bytes, capacity, own, self._others(), avoided=avoided, gain=gain)
 
     @property
     def stage_bytes(self) -> list[int]:
@@ -225,12 +228,12 @@ class ModelHost:
         return [stage.weights.num_bytes for stage in self.models.card.stages]
 
     def _others(self) -> list[Placed]:
-        """Return the other servers that take texts; a server that has computed nothing yet counts as typical."""
-        typical_s, own = self._typical_step_s, self._transport.peer_id
+        """Return the other servers that take texts. A server without a measured rate has the typical rate."""
+        typical_s, own_id = self._typical_step_s, self._transport.peer_id
         return [
             Placed(offer.stages, 1.0 / (offer.step_s or typical_s))
             for peer, offer in self.models.offers.items()
-            if peer != own and not offer.is_draining
+            if peer != own_id and not offer.is_draining
         ]
 
     @property
@@ -238,12 +241,12 @@ class ModelHost:
         return statistics.median([offer.step_s for offer in self.models.offers.values() if offer.step_s] or [1.0])
 
     async def _load(self, model: PretrainedModel, span: range) -> ServedParts:
-        """Load stages: from the folder, or from other servers."""
+        """Load stages from the folder, or else from other servers."""
         cut = model.stages(self.models.card.ranges)
         for index in span:
             await self._load_stage(model, cut[index], index)
             await asyncio.to_thread(use_onednn, cut[index].modules())
-            # A quantised stage leaves the memory of its plain weights free.
+            # Quantising a stage has freed the memory of its plain weights.
             await asyncio.to_thread(release_free_memory)
         return _parts(model, {index: cut[index] for index in span}, self._folder)
 
@@ -256,18 +259,18 @@ class ModelHost:
             if await asyncio.to_thread(weights_digest, values) != wanted:
                 raise ConfigError(
                     f"`--weights` must be the folder of the model that is served at `--join`, and stage {index} in "
-                    f"{str(folder.path)!r} has other weights. Leave `--weights` out: then they come from other servers."
+                    f"{str(folder.path)!r} has other weights. Leave `--weights` out to get them from other servers."
                 )
             return
         sources = self.models.serving(index)
         sources += [peer for peer, offer in self.models.offers.items() if offer.has_files and peer not in sources]
-        found = await self.models.download(model.saved(tensors), tensors, wanted, sources)
-        await asyncio.to_thread(model.fill, tensors, found.__getitem__, self._device)
+        values = await self.models.download(model.saved(tensors), tensors, wanted, sources)
+        await asyncio.to_thread(model.fill, tensors, values.__getitem__, self._device)
 
     # ------------------------------------------------------------------ announcements
 
     async def _announce(self) -> None:
-        """Announce the stages and the load of this server, if it serves any stages."""
+        """Announce the stages and the load of this server, if it has stages."""
         server = self.server
         if server is None or not self.span:
             return
@@ -276,7 +279,7 @@ class ModelHost:
         )
 
     async def _offer(self, server: ModelServer) -> ServerOffer:
-        """Return the announcement of this server, which serves at least one stage."""
+        """Return the announcement of this server, which must have at least one stage."""
         return ServerOffer(
             addresses=list(await self._transport.addresses()),
             first_stage=self.span.start,
@@ -293,7 +296,7 @@ class ModelHost:
         )
 
     async def _handle_servers(self, caller: PeerId, _: None) -> ModelServers:
-        """Answer which servers the model has, as far as this server knows."""
+        """Return the model's servers that this server knows."""
         assert self.server is not None
         card, offers = self.models.card, dict(self.models.offers)
         offers.pop(self._transport.peer_id, None)
@@ -324,28 +327,28 @@ class ModelHost:
             with contextlib.suppress(PeerError):  # a later announcement may succeed
                 await self._announce()
 
-    async def _keep_looking(self) -> None:
-        """Find the other servers again and again, and measure the links to them."""
+    async def _keep_refreshing(self) -> None:
+        """Periodically read the other servers' announcements, and measure the links to these servers."""
         while True:
             await asyncio.sleep(REFRESH_S)
             with contextlib.suppress(PeerError):
                 await self.models.refresh()
-                self._say_changes()
-                await gather(self._measure(peer) for peer in list(self.models.offers)[:_MAX_NEIGHBOURS])
+                self._report_changes()
+                await gather(self._measure_link(peer) for peer in list(self.models.offers)[:_MAX_NEIGHBOURS])
 
-    def _held(self) -> dict[str, range]:
-        """Return the stages of each server that takes texts, this one included."""
-        held = {str(peer): offer.stages for peer, offer in self.models.offers.items() if not offer.is_draining}
-        return held | ({str(self._transport.peer_id): self.span} if self.span else {})
+    def _stages_by_server(self) -> dict[str, range]:
+        """Return the stages of each server that takes texts, including this server."""
+        stages = {str(peer): offer.stages for peer, offer in self.models.offers.items() if not offer.is_draining}
+        return stages | ({str(self._transport.peer_id): self.span} if self.span else {})
 
-    def _say_changes(self) -> None:
-        """Report which servers came, left or moved since the last report, and whether each stage has a server."""
-        now = self._held()
-        if found := changes(self._known, now):
-            self._known = now
-            self._say(f"{', '.join(found)}. {coverage(self.stage_bytes, list(now.values()))}")
+    def _report_changes(self) -> None:
+        """Print which servers came, left or moved since the last report, and whether each stage has a server."""
+        stages = self._stages_by_server()
+        if changed := changes(self._reported, stages):
+            self._reported = stages
+            self._say(f"{', '.join(changed)}. {coverage(self.stage_bytes, list(stages.values()))}")
 
-    async def _measure(self, peer: PeerId) -> None:
+    async def _measure_link(self, peer: PeerId) -> None:
         """Measure the link to another server."""
         if peer != self._transport.peer_id:
             with contextlib.suppress(PeerError):
@@ -354,25 +357,23 @@ class ModelHost:
     # ------------------------------------------------------------------ the end
 
     async def until_left(self, say: Callable[[str], None]) -> None:
-        """Serve until `leave`, and then until no text is under way here, up to `Limits.drain_timeout`."""
+        """Serve until `leave`, and then until no text is in progress here, up to `Limits.drain_timeout`."""
         await self._leaving.wait()
         if self.server is None:
             return
         if self.server.sessions.num_under_way(_QUIET_S):
-            say(
-                f"Leaving when the texts that are under way here are done, in {self._limits.drain_timeout:g} s at most."
-            )
+            say(f"Leaving when the texts in progress here are done, in at most {self._limits.drain_timeout:g} s.")
         await self.drain()
 
     async def drain(self) -> None:
-        """Take no new texts, and wait until none is under way here, up to `Limits.drain_timeout`."""
+        """Take no new texts, and wait until none is in progress here, up to `Limits.drain_timeout`."""
         assert self.server is not None
         self.server.is_draining = True
         with contextlib.suppress(PeerError):
             await self._announce()
         sessions, end_s = self.server.sessions, now_s() + self._limits.drain_timeout
-        while sessions.num_under_way(_QUIET_S) and now_s() < end_s:  # noqa: ASYNC110 - many things end the wait
-            await asyncio.sleep(_DRAIN_LOOK_S)
+        while sessions.num_under_way(_QUIET_S) and now_s() < end_s:  # noqa: ASYNC110 - no single event ends the wait
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def stay(self) -> None:
         """Take texts again, unless this server is about to leave."""
@@ -383,7 +384,7 @@ class ModelHost:
 
     @property
     def is_leaving(self) -> bool:
-        """Return whether the server was asked to leave."""
+        """Whether the server was asked to leave."""
         return self._leaving.is_set()
 
     def leave(self) -> None:
@@ -404,15 +405,15 @@ class ModelHost:
 def _cut_model(
     folder: PretrainedFolder, options: ServeOptions, say: Callable[[str], None]
 ) -> tuple[PretrainedModel, list[range], ModelForm]:
-    """On the first server: build the model without weights; return it, the blocks of each stage, and its form."""
+    """On the first server: build the model without weights; return it, each stage's blocks, and the model's form."""
     dtype = options.dtype or folder.dtype
     config = with_quantization(folder.config, options.quantize, dtype)
-    given = ModelForm(config=config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks)
-    form, reason = servable(given)
+    saved = ModelForm(config=config, generation_config=folder.generation_config, dtype=dtype, blocks=options.blocks)
+    form, reason = servable(saved)
     if reason:
         say(
-            "Clients write without a cache, so they send the whole text for each token, which takes longer the longer "
-            f"the text. The reason: {reason}"
+            "Clients generate text without a cache: they send the whole text for each token, which becomes slower as "
+            f"the text grows. The reason: {reason}"
         )
     model = PretrainedModel(form.config, form.generation_config, dtype=dtype, blocks=options.blocks)
     model.check_device(torch.device(options.device))  # before all weights are read
@@ -420,8 +421,8 @@ def _cut_model(
     num_stages = min(num_blocks, _MAX_STAGES) if options.num_stages is None else options.num_stages
     if not 1 <= num_stages <= num_blocks:
         raise ConfigError(
-            f"a model is cut between its blocks, of which this one has {num_blocks}, got {num_stages} stages. Correct "
-            "`--stages`."
+            f"a model is cut between blocks, so {num_blocks} blocks make 1 to {num_blocks} stages, got {num_stages}. "
+            "Correct `--stages`."
         )
     cuts = [index * num_blocks // num_stages for index in range(num_stages + 1)]
     return model, [range(begin, end) for begin, end in itertools.pairwise(cuts)], form
@@ -435,7 +436,7 @@ def _card(folder: PretrainedFolder, model: PretrainedModel, ranges: Sequence[ran
 
 
 def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: PretrainedFolder | None) -> ServedParts:
-    """Return the parts that other peers may fetch: from the folder, or of the stages that are loaded here."""
+    """Return the parts that other peers may fetch, from the folder or from the loaded stages."""
     if folder is not None:
         tensors = [*model.module.named_parameters(remove_duplicate=False), *model.module.named_buffers()]
         dtypes = {name: tensor.dtype for name, tensor in tensors}
@@ -448,5 +449,5 @@ def _parts(model: PretrainedModel, stages: Mapping[int, StageModule], folder: Pr
             return read(name).to(dtypes[name])
 
         return ServedParts(stages, from_folder, folder.files, has_files=True)
-    own = {name: tensor for stage in stages.values() for name, tensor in stage.named_stage_tensors().items()}
-    return ServedParts(stages, own.__getitem__, {}, has_files=False)
+    loaded = {name: tensor for stage in stages.values() for name, tensor in stage.named_stage_tensors().items()}
+    return ServedParts(stages, loaded.__getitem__, {}, has_files=False)

@@ -1,4 +1,4 @@
-"""Guards of a served model: methods that need all weights, which it does not have, raise errors."""
+"""Guards of a served model: methods that need all of its weights raise errors, because its blocks are on servers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from lightning_swarm.core.errors import ConfigError
 
 _ON_SERVERS: Final = "the blocks of a served model are on servers"
 _REMEDIES: Final = {
-    "save_pretrained": "Copy the folder that its servers have; an adapter is saved by peft's own `save_pretrained`",
-    "push_to_hub": "Send the folder that its servers have; an adapter by peft's own `push_to_hub`",
-    "load_state_dict": "Save other weights in a folder, and serve that",
+    "save_pretrained": "Copy the folder from its servers, or save an adapter by peft's own `save_pretrained`",
+    "push_to_hub": "Upload the folder from its servers, or an adapter by peft's own `push_to_hub`",
+    "load_state_dict": "Save the weights in a folder, and serve it",
     "resize_token_embeddings": "Resize the model on one machine, save it, and serve that folder",
     "__deepcopy__": "Connect again, by `remote_model(ADDRESS)`",
     "__reduce_ex__": "Connect in the other process, by `remote_model(ADDRESS)`",
@@ -39,10 +39,10 @@ def _apply(
     module: nn.Module, dtype: torch.dtype, device: torch.device, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
     """Check a change of all tensors by `to`, `float` or a similar method, and refuse another dtype or device."""
-    there = fn(torch.zeros((), dtype=dtype, device=device))
-    if there.dtype != dtype or there.device.type != device.type:
+    moved = fn(torch.zeros((), dtype=dtype, device=device))
+    if moved.dtype != dtype or moved.device.type != device.type:
         raise ConfigError(
-            f"{_ON_SERVERS}, in {dtype}, and the rest is on {device}: got a move to {there.dtype} on {there.device}. "
-            "Serve it with another `--dtype`, or connect by `remote_model(..., device=...)`."
+            f"{_ON_SERVERS} in {dtype}, and the rest is on {device}, got a move to {moved.dtype} on {moved.device}. "
+            "Serve the model with another `--dtype`, or connect by `remote_model(..., device=...)`."
         )
     return module

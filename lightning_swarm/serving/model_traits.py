@@ -1,4 +1,4 @@
-"""Properties of a model by which its prompts are cut, and its texts written together or apart."""
+"""Properties of a model that decide whether its prompts are cut, and whether its texts are written together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def positions_depend_on_length(model: Any) -> bool:
 
 
 def has_own_prompt(model: Any) -> bool:
-    """Return whether peft puts tokens of its own before each prompt of a model, or of the model around it."""
+    """Return whether peft puts soft tokens before each prompt of this model, or of peft's model around it."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return True
-    # During its own `generate`, peft replaces the inner model's method by one of its own.
-    around = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    return around is not None and around is not model and has_own_prompt(around)
+    # During its `generate`, peft's model replaces this method of the inner model by its own bound method.
+    outer = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    return outer is not None and outer is not model and has_own_prompt(outer)

@@ -27,10 +27,10 @@ _MARGIN_S: Final = 30.0  # seconds by which a promise outlasts the longest drain
 
 
 class Moves:
-    """Checks now and then whether a server should serve other stages, and moves it there.
+    """Checks at random times whether a server should serve other stages, and moves it there.
 
-    First another server of each of its stages promises to stay. Then the server takes no new texts, and waits for the
-    texts under way, up to `Limits.drain_timeout`. Finally it drops its stages and loads the new stages, because it
+    First, another server of each of its stages promises to stay. Then the server takes no new texts, and waits for the
+    texts in progress, up to `Limits.drain_timeout`. Finally it drops its stages and loads the new stages, because it
     lacks memory for both. Texts that are not done by then continue at other servers.
     """
 
@@ -39,19 +39,19 @@ class Moves:
         self._promise_s = limits.drain_timeout + _MARGIN_S
         self._rng = random.Random(str(transport.peer_id))
         self._away_until_s: dict[range, float] = {}  # stages that the server left -> time until which it avoids them
-        self._promised: set[PeerId] = set()  # servers that were asked to promise to stay, also without success
+        self._asked: set[PeerId] = set()  # servers that were asked to stay, even if they have not promised it
 
-    async def keep_looking(self) -> None:
+    async def keep_checking(self) -> None:
         """Check at random times, because servers that check at the same time would all move to the same stages."""
         while True:
             await asyncio.sleep(self._policy.look_s * self._rng.uniform(0.5, 1.5))
             try:
-                await self.look()
-            except Exception as error:  # noqa: BLE001 - a disk or a device may fail, and the server goes on
+                await self.check()
+            except Exception as error:  # noqa: BLE001 - after a failure of a disk or device, the server continues
                 _log.warning("This server did not move to other stages: %s", shorten(str(error)))
 
-    async def look(self) -> bool:
-        """Move if it is worth it and other servers promise to stay; return whether the server moved."""
+    async def check(self) -> bool:
+        """Move if it is worthwhile and other servers promise to stay; return whether the server moved."""
         host = self._host
         assert host.server is not None
         await host.models.refresh()
@@ -64,12 +64,12 @@ class Moves:
             return await self._move(wanted)
         finally:
             host.server.promises.stay()
-            await gather(self._ask(peer, []) for peer in self._promised)
-            self._promised.clear()
+            await gather(self._ask(peer, []) for peer in self._asked)
+            self._asked.clear()
 
     def _wanted(self) -> range | None:
         host = self._host
-        if not host.span:  # the stages of an earlier move could not be loaded
+        if not host.span:  # an earlier move could not load its stages
             return host.choose_span()
         avoided = [span for span, until_s in self._away_until_s.items() if until_s > now_s()]
         return host.choose_move(avoided, gain=self._policy.gain)
@@ -89,7 +89,7 @@ class Moves:
         return host.span == wanted
 
     async def _secure_stages(self, stages: range) -> bool:
-        """Ask other servers to stay at these stages, so that this one may leave; return whether all keep a server."""
+        """Ask other servers to stay at these stages; return whether one has promised it for each stage."""
         left = set(stages)
         offers = [(peer, offer) for peer, offer in self._host.models.offers.items() if not offer.is_draining]
         self._rng.shuffle(offers)
@@ -103,9 +103,9 @@ class Moves:
         """Ask a server to stay at `stages`; an empty list ends its promise. Return whether it stays."""
         request = StayRequest(model=self._host.models.card.id, stages=stages, for_s=self._promise_s)
         if stages:
-            self._promised.add(peer)  # before the call, whose answer may be lost
+            self._asked.add(peer)  # before the call, because its answer may be lost
         try:
             return (await MODEL_STAY.ask(self._transport, peer, request, timeout=_ASK_TIMEOUT_S)).stays
         except SwarmError as error:
-            _log.info("%s does not say whether it stays: %s", peer, shorten(str(error)))
+            _log.info("%s did not answer whether it stays: %s", peer, shorten(str(error)))
             return False

@@ -40,7 +40,7 @@ class CallPiece:
 
     index: int  # among the text's calls
     arguments: str = ""  # JSON
-    name: str = ""  # only at the beginning, as is the id
+    name: str = ""  # in a call's first piece only, like `id`
     id: str = ""
 
 
@@ -66,16 +66,16 @@ class StopFinder:
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
         self._stops = stops
-        self._keeps = keeps  # the stop string stays part of the text
+        self._keeps = keeps  # whether the stop string stays part of the text
         self._held = ""  # suffix that may begin a stop string
-        self.found = False  # the text has a stop string
+        self.has_stop = False  # whether the text has a stop string
 
     def take(self, text: str) -> str:
         """Append more text, and return the part that is certainly in no stop string."""
         self._held += text
         matches = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if matches:
-            self.found = True
+            self.has_stop = True
             start, stop = min(matches)
             passed, self._held = self._held[: start + len(stop) * self._keeps], ""
             return passed
@@ -84,6 +84,6 @@ class StopFinder:
         return passed
 
     def rest(self) -> str:
-        """Return the held text after the end of the input."""
+        """After the text's end, return the held suffix."""
         held, self._held = self._held, ""
         return held

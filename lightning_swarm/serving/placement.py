@@ -26,21 +26,22 @@ def choose_span(sizes: Sequence[int], capacity: int | None, rates: Sequence[floa
     if not any(fitting):
         assert capacity is not None
         raise ConfigError(
-            f"a server must have room for one stage at least, got {size_text(capacity)} for weights. The smallest of "
+            f"a server needs memory for at least one stage, got {size_text(capacity)} for weights. The smallest of "
             f"{len(sizes)} stages has {size_text(min(sizes))}: {size_text(min(sizes) - capacity)} are missing. Give it "
-            "more by `--memory`; or, where the model is first served, cut it into more stages by `--stages`, or "
+            "more by `--memory`, or on the model's first server, cut it into more stages by `--stages`, or "
             "quantise it by `--quantize nf4`."
         )
 
-    def served(span: range) -> list[float]:
-        found = sorted(rates[stage] for stage in span)
-        return found + [math.inf] * (len(sizes) - len(found))  # of equal spans, the longest is least, then the first
+    def sorted_rates(span: range) -> list[float]:
+        lowest_first = sorted(rates[stage] for stage in span)
+        # Padded with infinity, so that of spans with equal lowest rates, the longest span is chosen.
+        return lowest_first + [math.inf] * (len(sizes) - len(lowest_first))
 
-    return min(filter(None, fitting), key=served)
+    return min(filter(None, fitting), key=sorted_rates)
 
 
 def _longest_from(first: int, sizes: Sequence[int], capacity: int | None) -> range:
-    """Return as many stages from `first` on as fit; empty if none fits."""
+    """Return the stages from `first` on that fit together; empty if `first` does not fit."""
     end, used = first, 0
     while end < len(sizes) and (capacity is None or used + sizes[end] <= capacity):
         used += sizes[end]
@@ -53,11 +54,11 @@ def _longest_from(first: int, sizes: Sequence[int], capacity: int | None) -> ran
 
 @dataclass(frozen=True, kw_only=True)
 class MovePolicy:
-    """When a server moves to other stages.
+    """Conditions under which a server moves to other stages.
 
     Args:
         look_s: Mean seconds between two checks.
-        gain: Minimum factor by which the rate of the worst served stage must rise, among stages whose rate changes.
+        gain: Minimum factor by which the lowest stage rate that changes must rise.
         times_away: A server avoids stages that it left for this many times the duration of the move.
     """
 
@@ -71,11 +72,11 @@ class Placed:
     """A server that takes sessions, and the stages that it serves."""
 
     stages: range
-    rate: float  # tokens/s if it served a single stage, or any number in proportion
+    rate: float  # tokens/s if it served a single stage, or any proportional number
 
 
 def stage_rates(num_stages: int, servers: Iterable[Placed]) -> list[float]:
-    """Return each stage's rate, if a server divides its own rate among its stages."""
+    """Return the sum of the servers' rates at each stage; a server divides its rate equally among its stages."""
     rates = [0.0] * num_stages
     for server in servers:
         for stage in server.stages:
@@ -86,7 +87,7 @@ def stage_rates(num_stages: int, servers: Iterable[Placed]) -> list[float]:
 def choose_move(
     sizes: Sequence[int],
     capacity: int | None,
-    here: Placed,
+    server: Placed,
     others: Collection[Placed],
     *,
     avoided: Collection[range] = (),
@@ -97,22 +98,24 @@ def choose_move(
     Args:
         sizes: Bytes of each stage's weights.
         capacity: Bytes that the server has for weights; None: no limit.
-        here: The server itself.
+        server: The server.
         others: All other servers that accept sessions.
         avoided: Stages to which it must not move.
         gain: As in `MovePolicy`.
     """
     rates = stage_rates(len(sizes), others)
-    if not all(rates[stage] for stage in here.stages):
-        return None  # one of the stages has no other server
+    if not all(rates[stage] for stage in server.stages):
+        return None  # no other server has one of its stages
 
-    def served(span: range) -> list[float]:
-        own = here.rate / len(span)
-        return sorted(rate + own * (stage in span) for stage, rate in enumerate(rates))
+    def rates_with(span: range) -> list[float]:
+        """Return the rates of all stages, lowest first, if the server serves `span`."""
+        own_rate = server.rate / len(span)
+        return sorted(rate + own_rate * (stage in span) for stage, rate in enumerate(rates))
 
     spans = [_longest_from(first, sizes, capacity) for first in range(len(sizes))]
     # Spans that no other span contains.
-    widest = [span for before, span in pairwise([range(0), *spans]) if span and span.stop > before.stop]
-    best = max((span for span in widest if span not in avoided), key=served, default=here.stages)
-    changes = [(old, new) for old, new in zip(served(here.stages), served(best), strict=True) if old != new]
-    return best if changes and changes[0][1] >= gain * changes[0][0] and changes[0][1] > changes[0][0] else None
+    widest = [span for previous, span in pairwise([range(0), *spans]) if span and span.stop > previous.stop]
+    best = max((span for span in widest if span not in avoided), key=rates_with, default=server.stages)
+    changes = zip(rates_with(server.stages), rates_with(best), strict=True)
+    old, new = next(((old, new) for old, new in changes if old != new), (0.0, 0.0))
+    return best if new >= gain * old and new > old else None

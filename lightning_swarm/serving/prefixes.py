@@ -13,7 +13,7 @@ from lightning_swarm.client.inference.prefixes import KeptTexts
 from lightning_swarm.client.inference.session import SessionInput
 from lightning_swarm.model.inference.attention_cache import CacheHandle
 from lightning_swarm.protocol.messages.inference import CacheRecipe
-from lightning_swarm.serving.blocks import Recorded, ServedBlocks, TextInProgress
+from lightning_swarm.serving.blocks import ForwardStopped, ServedBlocks, TextInProgress
 from lightning_swarm.serving.model_traits import has_own_prompt, positions_depend_on_length
 
 PREFILL_CHUNK: Final = 256
@@ -33,15 +33,15 @@ _HARMLESS: Final = {
 
 
 def call_options(model: Any, args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Any, Callable[[str], Any]]:
-    """Return the prompt of a call of `generate`, and a function that returns the call's option of a name."""
+    """Return the prompt of a call of `generate`, and a function that returns an option of the call by its name."""
     prompt = options.get("input_ids", options.get("inputs", args[0] if args else None))
     config = options.get("generation_config") or (args[1] if len(args) > 1 else None)
 
     def chosen(name: str) -> Any:
         if name in options:
             return options[name]
-        found = getattr(config, name, None)
-        return getattr(model.generation_config, name, None) if found is None else found  # as Hugging Face does
+        value = getattr(config, name, None)
+        return getattr(model.generation_config, name, None) if value is None else value  # as Hugging Face does
 
     return prompt, chosen
 
@@ -54,7 +54,7 @@ def can_begin_with_prefix(model: Any, prompt: Any, chosen: Callable[[str], Any],
 def is_plain_text(model: Any, prompt: Any, chosen: Callable[[str], Any], options: Collection[str]) -> bool:
     """Return whether a call of `generate` writes one text, whose tokens alone determine the servers' computation.
 
-    `chosen` returns an option by name, and `options` are the names of those that the call itself has.
+    `chosen` returns an option by its name. `options` are the names of the call's own options.
     """
     if not isinstance(prompt, Tensor) or prompt.ndim != 2 or len(prompt) != 1:
         return False
@@ -65,9 +65,9 @@ def is_plain_text(model: Any, prompt: Any, chosen: Callable[[str], Any], options
     if any(map(chosen, ("cache_implementation", "penalty_alpha", "dola_layers"))):
         return False
     mask, pad = chosen("attention_mask"), chosen("pad_token_id")
-    # Without a mask, Hugging Face masks tokens that pad.
-    masks = (prompt == pad if pad is not None else torch.zeros(1)) if mask is None else mask != 1
-    return not bool(masks.any()) and not has_own_prompt(model) and not positions_depend_on_length(model)
+    # Without a mask, Hugging Face masks padding tokens.
+    is_masked = (prompt == pad if pad is not None else torch.zeros(1)) if mask is None else mask != 1
+    return not bool(is_masked.any()) and not has_own_prompt(model) and not positions_depend_on_length(model)
 
 
 class TextPrefixes:
@@ -79,22 +79,22 @@ class TextPrefixes:
         self.texts = KeptTexts()
 
     def begin(self, prompt: Tensor, text: TextInProgress) -> dict[str, Any]:
-        """Return the options of `generate` with which a text begins: its cache, if servers keep a prefix of the prompt.
+        """Return the options of `generate` that begin a text with a prefix of its prompt, if servers keep one.
 
         Args:
-            prompt: Tokens, ``[1, tokens]``. They stay the whole prompt for `generate`.
-            text: The text, of which this sets `num_kept_tokens`.
+            prompt: Tokens, ``[1, tokens]``. `generate` still gets all of them.
+            text: The text; its `num_kept_tokens` is set.
         """
-        adapters = self._served.adapters_of_texts()
+        adapters = self._served.text_adapters()
         if adapters is None:
             return {}
-        found = self.texts.find(prompt[0].cpu(), adapters, text.scope, exact=self._served.exact)
+        longest = self.texts.find(prompt[0].cpu(), adapters, text.scope, exact=self._served.exact)
         branched = None
-        if found is not None:
-            kept, number = found
+        if longest is not None:
+            kept, num_steps = longest
             source = kept.session
             assert source.recipe is not None
-            branched = self._served.branched(source.recipe, source.log[:number], adapters, source)
+            branched = self._served.branched(source.recipe, source.log[:num_steps], adapters, source)
         if branched is None and self._shares() and prompt.shape[1] > PREFILL_CHUNK and not self._model._is_stateful:
             recipe, steps = self._recorded(prompt)
             branched = self._served.branched(recipe, steps, adapters)
@@ -104,15 +104,15 @@ class TextPrefixes:
         return {"past_key_values": cache}
 
     def keep(self, tokens: Tensor, text: TextInProgress) -> None:
-        """Remember a text, of these tokens ``[1, tokens]``, for later prompts that begin like it."""
+        """Remember a text with the given tokens ``[1, tokens]`` for later prompts that begin like it."""
         if text.num_caches == 1:
             handle = CacheHandle.of(text.cache)
-            # A cache without a length, of states alone, does not say to `generate` how much of a prompt it has.
+            # A cache of recurrent states alone has no length, so `generate` cannot tell how much of a prompt it covers.
             if handle.session is not None and handle.length:
                 self.texts.keep(handle.session, tokens[0], text.scope)
 
     def _recorded(self, prompt: Tensor) -> tuple[CacheRecipe, list[SessionInput]]:
-        """Return the recipe of a prompt's cache, and its whole chunks as steps, computed only up to the blocks."""
+        """Return the recipe of a prompt's cache, and the input of the blocks for each whole chunk of the prompt."""
         import transformers
 
         cache = transformers.DynamicCache(config=self._model.config.get_text_config(decoder=True))
@@ -126,6 +126,6 @@ class TextPrefixes:
                     is_first_iteration=end == PREFILL_CHUNK,
                     use_cache=True,
                 )
-                with contextlib.suppress(Recorded):
+                with contextlib.suppress(ForwardStopped):
                     self._model(**inputs)
         return CacheHandle.of(cache).recipe, steps

@@ -99,21 +99,20 @@ class ServedModelClient:
         blocks, device = pretrained.blocks, self._device
         self.blocks = blocks.modules
         refuse_changes(pretrained.module, self.model.dtype, device, moves=adapts)
-        self.placeholders: list[torch.Tensor] = (
-            pretrained.make_placeholders(device) if adapts else []
-        )  # of weights on servers
+        # Stand in for the weights on servers.
+        self.placeholders: list[torch.Tensor] = pretrained.make_placeholders(device) if adapts else []
         adapted = self._new_adapted(blocks.modules, blocks.names) if adapts else None
         served = self.served = ServedBlocks(
             self._forwards, card, self.blocks, device=device, adapted=adapted, exact=self._exact
         )
         self.prefixes = TextPrefixes(self.model, served, shares=self.routes.share_prefixes)
         vars(pretrained.module)["generate"] = _wrapped_generate(self.model, served, self.model.generate)
-        self._interception = Interception(blocks, BlockChain(blocks, served, served.generate, device.type))
+        self._interception = Interception(blocks, BlockChain(blocks, served, served.call_with_cache, device.type))
 
     async def _begin(self) -> None:
         await self._tasks.start()
         self._tasks.spawn(self._models.keep_fresh())
-        self._tasks.spawn(self.routes.keep_looking())
+        self._tasks.spawn(self.routes.keep_pinging())
 
     def _fill(self, model: PretrainedModel, weights: str | Path | None, device: torch.device) -> None:
         """Load the weights around the blocks from the folder `weights` or, without a folder, from servers."""
@@ -128,8 +127,8 @@ class ServedModelClient:
             return
         sources = [peer for peer, offer in self._models.offers.items() if offer.has_files]
         names = model.saved(tensors)
-        found = self._runtime.run(self._models.download(names, tensors, self.card.around, sources))
-        model.fill(tensors, found.__getitem__, device)
+        values = self._runtime.run(self._models.download(names, tensors, self.card.around, sources))
+        model.fill(tensors, values.__getitem__, device)
 
     @property
     def step_tokens(self) -> int:
@@ -151,29 +150,27 @@ class ServedModelClient:
                 (Path(folder) / name).write_bytes(content)
             return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
-    def adapted(self, folder: str | Path) -> Any:
+    def load_adapter(self, folder: str | Path) -> Any:
         """Return the model with an adapter that peft has saved; `ConfigError` if it does not belong to this model."""
         try:
             import peft
         except ImportError as error:
             raise ConfigError("adapters need peft. Install it: `pip install 'lightning-swarm[tune]'`.") from error
         try:
-            if not Path(folder, "adapter_config.json").is_file():  # otherwise peft would look for it on the Hub
+            if not Path(folder, "adapter_config.json").is_file():  # otherwise peft would download it from the Hub
                 raise FileNotFoundError("it has no adapter_config.json")
             check_kind(peft.PeftConfig.from_pretrained(str(folder)))
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Found missing adapter keys")  # they are refused below
+                warnings.filterwarnings("ignore", "Found missing adapter keys")  # missing keys are refused below
                 model = peft.PeftModel.from_pretrained(self.model, str(folder))
-            find_adapters(self.blocks, self.card.ranges)
+            find_adapters(self.blocks, self.card.ranges)  # refuses adapters that servers cannot compute
             saved = peft.load_peft_weights(str(folder), device="cpu").keys()
-            own = peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys()
-            if saved != own:
-                raise ValueError(
-                    f"its tensors are not those of an adapter of this model, for example {sorted(saved ^ own)[:2]}"
-                )
+            expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+            if saved != expected:
+                raise ValueError(f"its tensors do not match this model, for example {sorted(saved ^ expected)[:2]}")
         except SwarmError:
             raise
-        except Exception as error:  # peft's own errors, if the folder does not fit; its files are untrusted
+        except Exception as error:  # peft raises errors of any kind if the folder does not fit
             raise ConfigError(
                 "`adapter` must be a folder that peft's `save_pretrained` wrote for an adapter of this model, "
                 f"got {str(folder)!r}: {shorten(str(error))}"
@@ -183,14 +180,14 @@ class ServedModelClient:
     def with_lora(self, folder: str | Path) -> Any:
         """Return a further model with a LoRA adapter that peft has saved; `ConfigError` if it does not fit.
 
-        The models share this connection, which this client closes, and the memory of the weights around the blocks.
-        Several threads may write texts with each.
+        Both models share this connection, and the memory of the weights around the blocks. Several threads may write
+        texts with each model.
         """
         other = copy.copy(self)
-        other._closed = True
-        own = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        other._build(lambda model: model.fill(model.around, own.__getitem__, self._device), adapts=True)
-        if other.adapted(folder).active_peft_config.is_prompt_learning:  # peft would write one text at a time
+        other._closed = True  # only the original closes the connection
+        weights = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        other._build(lambda model: model.fill(model.around, weights.__getitem__, self._device), adapts=True)
+        if other.load_adapter(folder).active_peft_config.is_prompt_learning:  # peft generates such texts one at a time
             raise ConfigError(
                 f"an endpoint serves LoRA adapters, got tuned prompts in {str(folder)!r}. Use them with "
                 "`lightning-swarm generate --adapter FOLDER`."
@@ -198,12 +195,12 @@ class ServedModelClient:
         return other.model
 
     def close(self) -> None:
-        """Leave the swarm. The model computes nothing any more. May be called twice."""
+        """Leave the swarm. Afterwards the model cannot compute. May be called twice."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
-        with contextlib.suppress(RuntimeError):  # the loop has ended already
+        with contextlib.suppress(RuntimeError):  # the event loop has ended already
             self._runtime.post(self._models.uploads.cancel)
             self._runtime.run(self._tasks.close())
         self._on_close()
@@ -221,9 +218,9 @@ def remote_model(
 ) -> Any:
     """Return a Hugging Face model whose blocks are computed by the servers of a swarm.
 
-    It is an ordinary model for generating text, in eval mode and without gradients: ``generate`` works with all of its
-    options that keep a dynamic cache, and ``model(input_ids)`` gives logits. Embeddings and the head are in this
-    process; hidden states travel. If a server dies, other servers continue from its state, and no token changes. With
+    It is an ordinary model for generating text, in eval mode and without gradients. ``generate`` works with all of its
+    options that keep a dynamic cache, and ``model(input_ids)`` gives logits. Embeddings and the head are computed in
+    this process, and hidden states travel. If a server dies, other servers continue the text with the same tokens. With
     ``prompt_lookup_num_tokens`` or ``assistant_model``, several tokens are verified in one round trip.
 
     The servers see hidden states, from which a prompt can be reconstructed: use only servers that you trust with it.
@@ -232,21 +229,21 @@ def remote_model(
         address: A server's address, as the server prints it: ``HOST:PORT/ID``.
         invite: The file of an invitation with the role ``trainer``, if the servers answer only invited peers.
         weights: The model's folder, if it is on this machine. None: weights outside the blocks come from a server.
-        adapter: A folder that peft has saved of an adapter of this model: LoRA, prompt tuning or p-tuning. The servers
-            compute with it for this client alone, and it is no part of what they serve.
+        adapter: A folder that peft has saved, with an adapter of this model: LoRA, prompt tuning or p-tuning. Servers
+            compute with it for this client only.
         device: The device of embeddings, head and inputs.
         timeout: Seconds that a step may take.
         exact: Have servers compute each text alone. Otherwise they compute texts of all clients together, which is
-            faster, and rounding then depends on the other texts.
+            faster, but makes rounding depend on the other texts.
 
     Returns:
-        The model; with an adapter, peft's model around it. ``model.swarm`` has ``tokenizer()``, the served model's
-        card, and ``close()``.
+        The model, or with an adapter peft's model around it. ``model.swarm`` is its connection, with ``tokenizer()``,
+        ``card`` and ``close()``.
 
     Raises:
-        ConfigError: The address, the invitation or a folder is not that of a served model, or the adapter is of
-            another kind or does not fit.
-        StageLost: Some blocks have no server; also later, while the model is used.
+        ConfigError: The address, the invitation or a folder does not belong to the served model, or the adapter is of
+            an unsupported kind or does not fit.
+        StageLost: Some blocks have no server. The model raises it later, too.
         Unreachable: No server answers at the address.
 
     Example:
@@ -254,12 +251,19 @@ def remote_model(
         >>> tokenizer = model.swarm.tokenizer()
         >>> model.generate(**tokenizer("Hi", return_tensors="pt"), max_new_tokens=50)
     """
-    where, adapts = device_of(device), adapter is not None
-    client = connect(address, invite=invite, weights=weights, device=where, timeout=timeout, adapts=adapts, exact=exact)
+    client = connect(
+        address,
+        invite=invite,
+        weights=weights,
+        device=device_of(device),
+        timeout=timeout,
+        adapts=adapter is not None,
+        exact=exact,
+    )
     if adapter is None:
         return client.model
     try:
-        return client.adapted(adapter)
+        return client.load_adapter(adapter)
     except BaseException:
         client.close()
         raise
@@ -282,7 +286,7 @@ def connect(
     runtime, transport, directory = visit_network(host, entry)
 
     def leave() -> None:
-        with contextlib.ExitStack() as closing:  # runs all callbacks, even if one of them raises an error
+        with contextlib.ExitStack() as closing:  # runs all callbacks, even after an error
             closing.callback(runtime.close)
             closing.callback(lambda: runtime.run(transport.close()))
             closing.callback(lambda: runtime.run(directory.close()))
@@ -309,33 +313,36 @@ def connect(
     return client
 
 
-# ---------------------------------------------------------------------- prompts
+# ---------------------------------------------------------------------- calls of `generate`
 
 
 def _wrapped_generate(model: Any, served: ServedBlocks, generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's `generate` to open a text on the servers, cut long prompts, and reuse known prefixes."""
+    """Wrap a model's `generate` to write drafts ahead, to cut long prompts, and to reuse prefixes that servers keep."""
 
     @functools.wraps(generate)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         prompt, option = call_options(model, args, kwargs)
-        ahead = speculation_for(model, served, prompt, option, args, kwargs, step_tokens=step_tokens(model))
-        options = {**kwargs, **_chunk_options(model, prompt, option, has_drafts=ahead is None)}
+        speculation = speculation_for(model, served, prompt, option, args, kwargs, step_tokens=step_tokens(model))
+        options = {**kwargs, **_chunk_options(model, prompt, option, may_draft=speculation is None)}
         with served.writing() as text:
-            if ahead is not None:
-                return ahead.write(generate, args, options)
+            if speculation is not None:
+                return speculation.write(generate, args, options)
             if not can_begin_with_prefix(model, prompt, option, {*kwargs}):
                 return generate(*args, **options)
             prefixes: TextPrefixes = model.swarm.prefixes
-            found = generate(*args, **options, **prefixes.begin(prompt, text))
-            prefixes.keep(found if isinstance(found, torch.Tensor) else found.sequences, text)
-            return found
+            output = generate(*args, **options, **prefixes.begin(prompt, text))
+            prefixes.keep(output if isinstance(output, torch.Tensor) else output.sequences, text)
+            return output
 
     return wrapped
 
 
-def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any], *, has_drafts: bool) -> dict[str, int]:
-    """Return the options that cut a prompt which is too long for one step; Hugging Face's own drafts forbid that."""
-    conflicting = map(option, ("prefill_chunk_size", *(DRAFT_OPTIONS if has_drafts else ())))
+def _chunk_options(model: Any, prompt: Any, option: Callable[[str], Any], *, may_draft: bool) -> dict[str, int]:
+    """Return the options that cut a prompt which is too long for one step.
+
+    `may_draft` tells whether `generate` itself handles draft options. If it drafts, it cannot cut prompts.
+    """
+    conflicting = map(option, ("prefill_chunk_size", *(DRAFT_OPTIONS if may_draft else ())))
     if not isinstance(prompt, torch.Tensor) or any(conflicting) or option("use_cache") is False:
         return {}
     num_rows = len(prompt) * max(option("num_beams") or 1, option("num_return_sequences") or 1)
@@ -350,9 +357,9 @@ def prefill_options(model: Any, num_tokens: int, num_rows: int = 1) -> dict[str,
 
 
 def prefill_chunk(model: Any, num_rows: int = 1) -> int | None:
-    """Return the tokens of each chunk of a long prompt, so that other texts wait for only one; None: it stays whole."""
-    # A prompt stays whole if peft puts tokens of its own before it, if the model has recurrent states, if its positions
-    # depend on the length of the text, or if it keeps no cache.
+    """Return the number of tokens in each chunk of a long prompt; None: prompts stay whole."""
+    # Other texts wait for a chunk, not for a prompt. A prompt stays whole if peft puts soft tokens before it, or if the
+    # model has recurrent states, positions that depend on the text's length, or no cache.
     if has_own_prompt(model) or model._is_stateful or positions_depend_on_length(model):
         return None
     if not getattr(model.generation_config, "use_cache", True):

@@ -33,7 +33,7 @@ from lightning_swarm.server.inference.prefixes import PrefixPolicy
 from lightning_swarm.serving.promises import Promises
 from lightning_swarm.serving.tuning_server import TunedStage, TuningHandlers
 
-_FREEING_S: Final = 0.5  # seconds in which freed memory is collected before it is returned
+_FREEING_S: Final = 0.5  # delay before freed memory is returned to the system
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class ServedParts:
 
     stages: Mapping[int, StageModule]  # stage -> module that computes it
     tensor: Callable[[str], Tensor]  # reads a tensor by its name; KeyError if it is not here
-    files: Mapping[str, bytes]  # small files by name; empty if the server has no model folder
+    files: Mapping[str, bytes]  # file name -> content; empty if the server has no model folder
     has_files: bool  # whether all tensors and files of the model are here
 
     def without_stages(self) -> ServedParts:
         """Return the parts that remain without the stages."""
-        return dataclasses.replace(self, stages={}, tensor=self.tensor if self.has_files else _none_is_here)
+        return dataclasses.replace(self, stages={}, tensor=self.tensor if self.has_files else _no_tensor)
 
 
-def _none_is_here(name: str) -> Tensor:
+def _no_tensor(name: str) -> Tensor:
     raise KeyError(name)
 
 
 class ModelServer:
-    """Serves some stages of the model that a card describes."""
+    """Serves stages of the model that `card` describes: steps of sessions, tuning, and downloads of weights."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ModelServer:
         self.is_draining = False  # refuses new sessions
         self.promises = Promises()
         self._limits, self._device, self._batches_texts = limits, device, batches_texts
-        self.take(parts)
+        self.serve_parts(parts)
         self.tuning = TuningHandlers(transport, executor, limits, self, device)
         prefixes = PrefixPolicy(keeps=True, shares=shares_prefixes)
         self.sessions = SessionHandlers(
@@ -90,8 +90,8 @@ class ModelServer:
 
     # ------------------------------------------------------------------ stages
 
-    def take(self, parts: ServedParts) -> None:
-        """Serve these parts from now on, in place of the former stages."""
+    def serve_parts(self, parts: ServedParts) -> None:
+        """Serve these parts in place of the former parts."""
         ranges = self.card.ranges
         self.parts = parts
         self._stages = {
@@ -106,40 +106,40 @@ class ModelServer:
             )
             for index, module in parts.stages.items()
         }
-        self._tuned: dict[int, TunedStage] = {}  # stage -> made by its first call
+        self._tuned: dict[int, TunedStage] = {}  # stage -> its tuning, created by its first call
 
     async def withdraw(self) -> None:
         """Stop serving all stages. Open sessions continue at other servers."""
-        self.take(self.parts.without_stages())
+        self.serve_parts(self.parts.without_stages())
         self.tuning.forget_all()
         await self.sessions.end_all()
 
     async def _handle_stay(self, caller: PeerId, request: StayRequest) -> StayReply:
         """Promise another server to keep stages here, or withdraw the promise; see `Promises`."""
         self._check_model(request.model)
-        here = () if self.is_draining else self._stages.keys()
-        stays = self.promises.give(caller, request.stages, here, now_s=now_s(), for_s=request.for_s)
+        own = () if self.is_draining else self._stages.keys()
+        stays = self.promises.give(caller, request.stages, own, now_s=now_s(), for_s=request.for_s)
         return StayReply(stays=stays)
 
     # ------------------------------------------------------------------ sessions
 
     def check_client(self, client: PeerId) -> None:
-        """See `SessionHost`: any peer that the gate admits may generate."""
+        """Accept any client, because every peer that the gatekeeper admits may generate text."""
 
     def is_server(self, caller: PeerId) -> bool:
-        """See `SessionHost`: servers come and go unannounced, so a session's secret id authorizes its steps."""
+        """Accept any peer: servers come and go unannounced, so a session's secret id authorizes its steps."""
         return True
 
     def stage_of(self, step: SessionStep | SessionBranch) -> SessionStage:
-        """See `SessionHost`."""
+        """Return the stage of a step, with its adapter; raise if the step cannot be computed here."""
         if (step.generation, step.version, step.weights) != (0, 0, 0):
             raise ProtocolError(
-                "a served model's weights do not change, so a step must name generation, version and weights 0"
+                "a step must name generation, version and weights 0, because a served model's weights never change"
             )
         stage = self._stages.get(step.stage_index)
         if step.number == 1 and self.is_draining:
-            raise Busy("this server is about to leave, and takes no new texts")
-        if stage is None:  # `Busy`, because the server may just have moved, and clients need not avoid it
+            raise Busy("this server is about to leave and takes no new texts")
+        if stage is None:  # `Busy`, because a server that has just moved is not at fault
             raise Busy(f"stage {step.stage_index} is not served here")
         if step.adapter is None:
             return stage
@@ -147,7 +147,7 @@ class ModelServer:
         return dataclasses.replace(stage, adapter=adapter, layers=tuned.layers)
 
     def tuned_stage(self, model: str, index: int) -> TunedStage:
-        """See `TuningHost`."""
+        """Return a stage for tuning; raise if it is not here."""
         self._check_model(model)
         stage = self._stages.get(index)
         if stage is None:
@@ -158,13 +158,13 @@ class ModelServer:
         return self._tuned[index]
 
     def _free_soon(self, num_bytes: int) -> None:
-        """Return freed session memory to the system: at once if it is much, otherwise after a short delay."""
+        """Return freed session memory to the system: a large amount at once, and otherwise after a short delay."""
         self._freed_bytes += num_bytes
-        much = self._freed_bytes > self._limits.session_bytes // 20  # 5 % of the memory for sessions
-        if self._freeing is None or much:
+        is_large = self._freed_bytes > self._limits.session_bytes // 20  # 5 % of the memory for sessions
+        if self._freeing is None or is_large:
             if self._freeing is not None:
                 self._freeing.cancel()
-            self._freeing = asyncio.get_running_loop().call_later(0.0 if much else _FREEING_S, self._free)
+            self._freeing = asyncio.get_running_loop().call_later(0.0 if is_large else _FREEING_S, self._free)
 
     def _free(self) -> None:
         self._freeing, self._freed_bytes = None, 0
@@ -177,7 +177,7 @@ class ModelServer:
 
     def _check_model(self, model: str) -> None:
         if model != self._id:
-            raise NotMember(f"model {self._id} is served here, and not {model}")
+            raise NotMember(f"this server serves model {self._id}, got a request for model {model}")
 
     async def _handle_part(self, caller: PeerId, request: PartRequest) -> Message:
         """Send a file or a tensor of the model to another server."""
@@ -187,7 +187,7 @@ class ModelServer:
                 return Message(
                     tensors=(torch.frombuffer(bytearray(self.parts.files[request.name]), dtype=torch.uint8),)
                 )
-            async with self._reading:  # one tensor at a time: each may be large, and is read from a disk
+            async with self._reading:  # one tensor at a time, because each may be large and is read from a disk
                 tensor = await asyncio.to_thread(self.parts.tensor, request.name)
                 return Message(tensors=(tensor.detach().cpu().contiguous(),))
         except KeyError as error:

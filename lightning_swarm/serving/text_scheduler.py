@@ -1,7 +1,9 @@
-"""Writes all texts of a served model: which steps are computed next, and on which thread.
+"""Writes all texts of a served model: chooses which steps are computed next, and on which thread.
 
-Texts on the same servers whose next token is due share a forward, all of them or in groups. Prompts are computed in
-parts, beside the steps of other texts.
+Decoding texts on the same servers share a forward, all of them or in groups; `Groups` measures which is faster. Prompts
+are computed in parts, in turn with the steps of other texts. A few threads choose work under one lock and compute it
+without the lock. If a text's servers delay its step, the text leaves its group: a thread waits for this step alone, and
+then the text joins a group again.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from lightning_swarm.serving.joint_forward import JointForward
 from lightning_swarm.serving.policy import Groups, PromptParts
 from lightning_swarm.serving.sampling import draw
 
-_MOST_ALONE: Final = 8  # forwards of single texts under way, and parts of prompts if there are no steps
-_MOST_PARTS: Final = 2  # parts of prompts under way beside steps
+_MAX_SINGLE: Final = 8  # concurrent forwards of single texts, and concurrent parts of prompts while no text decodes
+_MAX_PARTS: Final = 2  # concurrent parts of prompts while texts decode
 _IDLE_S: Final = 1.0  # seconds after which a thread without work ends
 
 
@@ -36,9 +38,10 @@ class TextScheduler:
 
     Args:
         forward: Computes steps of several texts.
-        part: Tokens of a prompt in one step if no other text is under way. None: prompts are computed whole.
-        step_tokens: Returns the most tokens of a step, which is the part of a prompt if the text is exact.
-        most_texts: Texts that may be under way at once. None: any number.
+        part_tokens: Tokens in a part of a prompt while no text decodes. None: prompts are computed whole.
+        step_tokens: Returns the most tokens that servers take in one step. Prompts of exact texts have parts of this
+            size.
+        max_texts: The maximum number of texts in progress. None: any number.
         has_threads: Whether it starts threads. If not, `run` computes the steps.
     """
 
@@ -46,26 +49,26 @@ class TextScheduler:
         self,
         forward: JointForward,
         *,
-        part: int | None,
+        part_tokens: int | None,
         step_tokens: Callable[[], int],
-        most_texts: int | None = None,
+        max_texts: int | None = None,
         has_threads: bool = True,
     ) -> None:
-        self._forward, self._step_tokens, self._most_texts = forward, step_tokens, most_texts
-        self._most_threads = 2 * _MOST_ALONE if has_threads else 0
+        self._forward, self._step_tokens, self._max_texts = forward, step_tokens, max_texts
+        self._max_threads = 2 * _MAX_SINGLE if has_threads else 0
         self._groups = Groups()
-        self._parts = None if part is None else PromptParts(part)
+        self._parts = None if part_tokens is None else PromptParts(part_tokens)
         self._changed = threading.Condition()
         # The following are read and changed under `_changed`.
         self._waiting: deque[GrowingText] = deque()  # texts that have not begun
         self._prompts: deque[GrowingText] = deque()  # texts whose prompt is not computed yet
         self._due: dict[Route, list[GrowingText]] = {}  # texts whose next step is due
-        self._late: deque[tuple[GrowingText, Delayed]] = deque()  # texts whose step is under way without their group
-        self._num_finishing = 0  # late texts that a thread waits for
+        self._late: deque[tuple[GrowingText, Delayed]] = deque()  # texts that left their group, with their steps
+        self._num_finishing = 0  # delayed steps that threads wait for
         self._num_texts = 0  # texts that have begun and not ended
-        self._stepping: dict[int, tuple[Route, int]] = {}  # id of each group under way -> its route, number of texts
-        self._feeding = Counter[bool]()  # parts of prompts under way; True: whole prompts of exact texts
-        self._was_step = False  # the newest work was a step
+        self._stepping: dict[int, tuple[Route, int]] = {}  # id of a group in progress -> its route, number of texts
+        self._feeding = Counter[bool]()  # is exact -> number of parts of prompts in progress
+        self._was_step = False  # the newest work was a step of texts
         self._num_threads = self._num_idle = 0
 
     def submit(self, text: GrowingText) -> None:
@@ -81,7 +84,7 @@ class TextScheduler:
     def run(self, *, idle_s: float = 0.0) -> None:
         """Compute steps on this thread until there was nothing to do for `idle_s` seconds."""
         with torch.no_grad():
-            while (work := self._next(idle_s)) is not None:
+            while (work := self._wait_for_work(idle_s)) is not None:
                 work()
 
     # ------------------------------------------------------------------ choice of the next work
@@ -90,7 +93,7 @@ class TextScheduler:
         """Have another thread look for work; start one if all are busy."""
         if self._num_idle:
             self._changed.notify()
-        elif self._num_threads < self._most_threads:
+        elif self._num_threads < self._max_threads:
             try:
                 threading.Thread(target=self._serve, name="texts", daemon=True).start()
             except RuntimeError:
@@ -107,62 +110,65 @@ class TextScheduler:
                 self._num_threads -= 1
             raise
 
-    def _next(self, idle_s: float) -> Callable[[], None] | None:
+    def _wait_for_work(self, idle_s: float) -> Callable[[], None] | None:
+        """Return the next work; None if there was none for `idle_s` seconds, after which this thread ends."""
         with self._changed:
-            is_late = False
-            while (work := self._take()) is None:
-                if is_late:
+            has_waited = False
+            while (work := self._choose()) is None:
+                if has_waited:
                     if idle_s:
                         self._num_threads -= 1
                     return None
                 self._num_idle += 1
                 try:
-                    is_late = not self._changed.wait(idle_s)
+                    has_waited = not self._changed.wait(idle_s)
                 finally:
                     self._num_idle -= 1
             if self._due or self._prompts or self._waiting or self._late:
                 self._wake()
             return work
 
-    def _take(self) -> Callable[[], None] | None:
+    def _choose(self) -> Callable[[], None] | None:
         """Return the next work, or None if nothing can be done now. Steps and parts of prompts take turns."""
-        first, second = (self._take_part, self._take_step) if self._was_step else (self._take_step, self._take_part)
-        return first() or second() or self._take_late()
+        first, second = self._choose_step, self._choose_part
+        if self._was_step:
+            first, second = second, first
+        return first() or second() or self._choose_late()
 
-    def _take_late(self) -> Callable[[], None] | None:
-        if not self._late or self._num_finishing >= _MOST_ALONE:
+    def _choose_late(self) -> Callable[[], None] | None:
+        if not self._late or self._num_finishing >= _MAX_SINGLE:
             return None
         self._num_finishing += 1
         return partial(self._finish, *self._late.popleft())
 
-    def _take_step(self) -> Callable[[], None] | None:
+    def _choose_step(self) -> Callable[[], None] | None:
         for route, due in self._due.items():
-            under_way = [number for own, number in self._stepping.values() if own == route]
-            most, num_texts = self._groups.number(len({*route})), len(due) + sum(under_way)
-            group, is_alone = self._forward.group(due, -(-num_texts // most))
-            if len(under_way) < (_MOST_ALONE if is_alone else most):
+            group_sizes = [size for group_route, size in self._stepping.values() if group_route == route]
+            max_groups, num_texts = self._groups.num_groups(len({*route})), len(due) + sum(group_sizes)
+            group, is_alone = self._forward.group(due, -(-num_texts // max_groups))
+            if len(group_sizes) < (_MAX_SINGLE if is_alone else max_groups):
                 break
         else:
             return None
-        taken = set(map(id, group))
+        chosen = set(map(id, group))
         del self._due[route]
-        if rest := [text for text in due if id(text) not in taken]:
-            self._due[route] = rest  # last, so that routes take turns
+        if rest := [text for text in due if id(text) not in chosen]:
+            self._due[route] = rest  # at the end, so that routes take turns
         self._stepping[id(group)] = route, len(group)
         self._was_step = True
         is_measured = num_texts > 1 and not is_alone and len({*route}) > 1
         return partial(self._step, group, num_texts=num_texts if is_measured else 0, splits=self._groups.splits)
 
-    def _take_part(self) -> Callable[[], None] | None:
+    def _choose_part(self) -> Callable[[], None] | None:
         is_alone = not (self._due or self._stepping)
-        most = _MOST_ALONE if is_alone else _MOST_PARTS
-        if self._feeding[False] >= most:
+        max_parts = _MAX_SINGLE if is_alone else _MAX_PARTS
+        if self._feeding[False] >= max_parts:
             return None
-        while self._waiting and (self._most_texts is None or self._num_texts < self._most_texts):
+        while self._waiting and (self._max_texts is None or self._num_texts < self._max_texts):
             self._num_texts += 1
             self._prompts.append(self._waiting.popleft())
-        # Whole prompts may take minutes, so they never take all places of parts.
-        can_be_exact = self._feeding[True] < most // 2
+        # Large parts of exact texts may take minutes, so they are at most half of the concurrent parts.
+        can_be_exact = self._feeding[True] < max_parts // 2
         text = next((text for text in self._prompts if can_be_exact or not text.is_exact), None)
         if text is None:
             return None
@@ -175,83 +181,86 @@ class TextScheduler:
 
     def _feed(self, text: GrowingText, *, is_alone: bool) -> None:
         """Compute a part of a text's prompt, and after the last part draw the first token."""
-        going: Sequence[GrowingText] = ()
+        continuing: Sequence[GrowingText] = ()
         is_fed = True
         try:
             if not text.listener.is_cancelled and (text.is_prepared or text.prepare()):
-                number, begin_s = self._part_of(text, is_alone=is_alone), time.monotonic()
-                logits = self._forward.feed(text, number)
+                num_tokens, begin_s = self._part_size(text, is_alone=is_alone), time.monotonic()
+                logits = self._forward.feed(text, num_tokens)
                 is_fed = logits is not None
                 if self._parts is not None and not is_alone:
-                    self._parts.measure_part(number, time.monotonic() - begin_s)
-                going = [text] if logits is None else _draw([text], logits.unsqueeze(0), {})
+                    self._parts.measure_part(num_tokens, time.monotonic() - begin_s)
+                continuing = [text] if logits is None else _draw([text], logits.unsqueeze(0), {})
         except BaseException as error:  # noqa: BLE001 - the text's listener raises it
             text.end(error)
-        if not going:
+        if not continuing:
             text.end()
         with self._changed:
             self._feeding[text.is_exact] -= 1
-            self._num_texts -= not going
-            if going and is_fed:
+            self._num_texts -= not continuing
+            if continuing and is_fed:
                 self._due.setdefault(text.route, []).append(text)
-            elif going:
+            elif continuing:
                 self._prompts.append(text)
 
-    def _part_of(self, text: GrowingText, *, is_alone: bool) -> int:
+    def _part_size(self, text: GrowingText, *, is_alone: bool) -> int:
         if self._parts is None:
             return text.num_prompt
-        most = self._step_tokens()
-        return most if text.is_exact else min(most, self._parts.num_tokens(is_alone=is_alone))
+        step_tokens = self._step_tokens()
+        return step_tokens if text.is_exact else min(step_tokens, self._parts.num_tokens(is_alone=is_alone))
 
     def _finish(self, text: GrowingText, delayed: Delayed) -> None:
-        """Wait for a text's step, and draw its next token."""
-        going: Sequence[GrowingText] = ()
+        """Wait for a text's delayed step, and draw its next token."""
+        continuing: Sequence[GrowingText] = ()
         try:
             if not text.listener.is_cancelled:
-                going = _draw([text], self._forward.finish(text, delayed).unsqueeze(0), {})
+                continuing = _draw([text], self._forward.finish(text, delayed).unsqueeze(0), {})
         except BaseException as error:  # noqa: BLE001 - the text's listener raises it
             text.end(error)
-        if not going:
+        if not continuing:
             text.end()
         with self._changed:
             self._num_finishing -= 1
-            self._num_texts -= not going
-            for one in going:
-                self._due.setdefault(one.route, []).append(one)
+            self._num_texts -= not continuing
+            if continuing:
+                self._due.setdefault(text.route, []).append(text)
 
     def _step(self, group: Sequence[GrowingText], *, num_texts: int, splits: bool) -> None:
-        """Compute one step of texts, and draw their next tokens. For the last arguments, see `Groups.measure`."""
-        going: Sequence[GrowingText] = ()
+        """Compute one step of texts, and draw their next tokens.
+
+        `num_texts` and `splits` are for `Groups.measure`, with 0 texts for a step that is not measured.
+        """
+        continuing: Sequence[GrowingText] = ()
         late: Sequence[tuple[GrowingText, Delayed]] = ()
         begin_s = time.monotonic()
         try:
             wanted = [text for text in group if not text.listener.is_cancelled]
             if wanted:
                 logits, errors = self._forward.step(wanted)
-                late = [(wanted[index], one) for index, one in errors.items() if isinstance(one, Delayed)]
-                going = _draw(wanted, logits, errors)
+                late = [(wanted[index], error) for index, error in errors.items() if isinstance(error, Delayed)]
+                continuing = _draw(wanted, logits, errors)
         except BaseException as error:  # noqa: BLE001 - the texts' listeners raise it
             for text in group:
                 text.end(error)
         took_s = time.monotonic() - begin_s
         if self._parts is not None:
             self._parts.measure_step(took_s)
-        stays = set(map(id, (*going, *(text for text, _ in late))))
+        remaining = set(map(id, (*continuing, *(text for text, _ in late))))
         for text in group:
-            if id(text) not in stays:
+            if id(text) not in remaining:
                 text.end()
         with self._changed:
             if num_texts:
                 self._groups.measure(took_s, num_texts, splits=splits)
             del self._stepping[id(group)]
-            self._num_texts -= len(group) - len(stays)
+            self._num_texts -= len(group) - len(remaining)
             self._late.extend(late)
-            for text in going:
+            for text in continuing:
                 self._due.setdefault(text.route, []).append(text)
 
 
 def _draw(texts: Sequence[GrowingText], logits: Tensor, errors: Mapping[int, Exception]) -> Sequence[GrowingText]:
-    """Draw the next token of each text by its logits ``[texts, tokens]``; return the texts that go on."""
+    """Draw the next token of each text by its logits ``[texts, tokens]``; return the texts that continue."""
     for index, error in errors.items():
         if not isinstance(error, Delayed):
             texts[index].end(error)
@@ -261,13 +270,13 @@ def _draw(texts: Sequence[GrowingText], logits: Tensor, errors: Mapping[int, Exc
     if not texts:
         return ()
     scores = logits.to(dtype=torch.float32, copy=True)
-    going = []
+    continuing = []
     for text, token in zip(texts, draw(scores, [text.sampler for text in texts]), strict=True):
         try:
             if isinstance(token, Exception):
                 raise token
             if not text.add(token):
-                going.append(text)
+                continuing.append(text)
         except Exception as error:  # noqa: BLE001 - it concerns this text alone
             text.end(error)
-    return going
+    return continuing

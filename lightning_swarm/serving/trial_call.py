@@ -1,4 +1,4 @@
-"""Calls a model before it is served, with blocks that compute nothing, to refuse a model that cannot be served."""
+"""Calls a model before it is served, with blocks that compute nothing, to refuse models that cannot be served."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ class ModelForm:
     config: str  # Hugging Face's `config.json`
     generation_config: str  # Hugging Face's `generation_config.json`; empty: derived from `config`
     dtype: str
-    blocks: str | None  # name of the list of blocks; None: found
+    blocks: str | None  # name of the list of blocks; None: it is found
 
     def without_cache(self) -> ModelForm:
-        """Return the form whose forwards make no cache of keys and values."""
+        """Return the form of the same model without a cache of keys and values."""
         config = json.loads(self.config)
-        # A model of several parts, such as text and images, has a config for each inside.
+        # The config of a model of several parts, such as text and images, contains a config for each part.
         inner = [value for value in config.values() if isinstance(value, dict) and "hidden_size" in value]
-        for one in (config, *inner):
-            one["use_cache"] = False
+        for part in (config, *inner):
+            part["use_cache"] = False
         generation = self.generation_config and json.dumps({**json.loads(self.generation_config), "use_cache": False})
         return replace(self, config=json.dumps(config), generation_config=generation)
 
 
 def servable(form: ModelForm) -> tuple[ModelForm, str]:
-    """Return the form in which clients can write text, and the reason if that form is without a cache.
+    """Return the form in which clients can generate text, and the reason if this form has no cache.
 
-    Raises `ConfigError` if clients cannot write text without a cache, either.
+    Raises `ConfigError` if clients cannot generate text without a cache, either.
     """
     try:
         _call(form, use_cache=True)
     except ConfigError as error:
         try:
             _call(form, use_cache=False)
-        except ConfigError as second:
-            raise ConfigError(f"this model cannot be served: {second}") from error
+        except ConfigError as uncached_error:
+            raise ConfigError(f"this model cannot be served: {uncached_error}") from error
         return form.without_cache(), str(error)
     return form, ""
 
 
 def _call(form: ModelForm, *, use_cache: bool) -> None:
-    """Make a client's first calls, with blocks that return their input and zeros as weights around the blocks.
+    """Make the calls that a client makes first. Blocks return their input, and the weights around them are zeros.
 
-    Raises `ConfigError` if the model changes its blocks, or the number of its tokens.
+    Raises `ConfigError` if the model changes its blocks, or makes several hidden states of a token.
     """
     model = PretrainedModel(form.config, form.generation_config, dtype=form.dtype, blocks=form.blocks)
     around = model.around
@@ -73,10 +73,10 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
 
     def grow_cache(hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
         rows, length = serialization.leaves(hidden)[0].shape[:2]
-        # A multiple means that the model makes several hidden states of each token. Soft prompts add other lengths.
+        # A multiple means several hidden states for each token. Other lengths come from soft prompts.
         if length > _PROMPT and length % _PROMPT == 0:
             raise ConfigError(
-                f"servers count a text's tokens by its hidden states, and this model has {length} for {_PROMPT} tokens"
+                f"a served model must make one hidden state of each token, got {length} of {_PROMPT} tokens"
             )
         CacheHandle.of(cache).grow(cache, rows=rows, length=length, num_layers=num_blocks)
         return hidden
@@ -88,9 +88,9 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ids = torch.ones(_ROWS, _PROMPT, dtype=torch.long)
-            found = model.module(input_ids=ids, use_cache=use_cache)
+            output = model.module(input_ids=ids, use_cache=use_cache)
             if use_cache:
-                model.module(input_ids=ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
+                model.module(input_ids=ids[:, :1], past_key_values=output.past_key_values, use_cache=True)
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - the model's code may want other arguments
@@ -99,10 +99,10 @@ def _call(form: ModelForm, *, use_cache: bool) -> None:
         f"`{key}` of block {name}"
         for name, attributes in plain_attributes(root).items()
         for key, value in attributes.items()
-        if key not in (own := before.get(name, {})) or not same(value, own[key])  # a block may get new modules
+        if key not in (old := before.get(name, {})) or not same(value, old[key])  # a block may get new modules
     ]
     if changed:
         raise ConfigError(
-            "a model's forward must not change its blocks, which are on servers, and this one changes "
+            "a model's forward must not change its blocks, which are on servers, got a forward that changes "
             f"{few(changed)}. Save the model with a config that avoids this."
         )

@@ -84,7 +84,7 @@ def swarm(tmp_path: Path) -> Iterator[ServedSwarm]:
 def remote(swarm: ServedSwarm, adapter: Path, **options: Any) -> Any:
     swarm.connect(adapts=True, **options)
     assert swarm.client is not None
-    return swarm.client.adapted(adapter)
+    return swarm.client.load_adapter(adapter)
 
 
 def servers(swarm: ServedSwarm) -> list[Any]:

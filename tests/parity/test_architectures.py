@@ -51,7 +51,7 @@ def test_a_model_whose_cache_servers_cannot_hold_is_served_without_one(kind: str
         swarm.serve("a", say=said.append)
         model = swarm.connect()
         assert model.config.use_cache == model.generation_config.use_cache == (kind == "llama")
-        assert any("Clients write without a cache" in line for line in said) == (kind != "llama")
+        assert any("Clients generate text without a cache" in line for line in said) == (kind != "llama")
 
 
 def test_without_a_cache_a_text_ends_where_its_config_says(tmp_path: Path) -> None:

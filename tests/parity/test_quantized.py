@@ -246,7 +246,7 @@ def test_an_adapter_writes_texts_in_bfloat16_as_in_peft(serve: Callable[..., Ser
     adapted.eval().save_pretrained(tmp_path / "adapter")
     swarm.connect(adapts=True)
     assert swarm.client is not None
-    found = swarm.client.adapted(tmp_path / "adapter")
+    found = swarm.client.load_adapter(tmp_path / "adapter")
     given = {"input_ids": PROMPTS, "attention_mask": (PROMPTS > 0).long(), "use_cache": False}
     with torch.no_grad():
         assert torch.equal(found(**given).logits, adapted(**given).logits)
@@ -285,7 +285,7 @@ def test_blocks_from_another_server_are_compared(serve: Callable[..., ServedSwar
         return read(name) * (2.0 if name.endswith("mlp.up_proj.absmax") else 1)
 
     server.parts = replace(parts, tensor=poisoned)
-    with pytest.raises(StageLost, match="are not those of the model's card"):
+    with pytest.raises(StageLost, match="do not match the model's card"):
         swarm.serve("b", join="a", has_files=False)
 
 

@@ -238,7 +238,7 @@ def test_a_server_checks_what_it_is_given(serve: Callable[..., ServedSwarm], tmp
         return tensor
 
     a.server.parts = replace(parts, tensor=poisoned)
-    with pytest.raises(StageLost, match="are not those of the model's card"):
+    with pytest.raises(StageLost, match="do not match the model's card"):
         swarm.serve("b", join="a", has_files=False)
     assert changed
     other = tmp_path / "other"
@@ -457,7 +457,7 @@ def test_texts_that_are_over_count_no_more(serve: Callable[..., ServedSwarm]) ->
     swarm.sleep(1.0)
     assert killed
     assert swarm.client is not None
-    assert set(swarm.client.routes._own.values()) == {0}
+    assert set(swarm.client.routes._own_sessions.values()) == {0}
 
 
 @pytest.mark.first_cells(2)

@@ -45,7 +45,7 @@ class Endpoint:
     def __init__(self, served: ServedText) -> None:
         self.served = served
         blocks = served.model.swarm.served
-        options: dict[str, Any] = {"part": prefill_chunk(served.model), "has_threads": False}
+        options: dict[str, Any] = {"part_tokens": prefill_chunk(served.model), "has_threads": False}
         self.scheduler = TextScheduler(JointForward(blocks), step_tokens=lambda: step_tokens(served.model), **options)
         compiler = GrammarCompiler(served.tokenizer, num_tokens=264, ends=[2])
         self._grammar = compiler.compile(GRAMMAR)

@@ -64,7 +64,12 @@ class Texts:
             return found
 
         blocks.step_many = counted
-        options = {"part": prefill_chunk(served.model), "step_tokens": lambda: 4096, "has_threads": False, **options}
+        options = {
+            "part_tokens": prefill_chunk(served.model),
+            "step_tokens": lambda: 4096,
+            "has_threads": False,
+            **options,
+        }
         self.scheduler = TextScheduler(JointForward(blocks), **options)
 
     def begin(self, prompt: Sequence[int], listener: Listener | None = None, **fields: Any) -> Listener:
@@ -216,7 +221,7 @@ def test_layers_by_onednn_write_the_texts_of_one_machine(
 def test_texts_come_and_go_amid_others(serve: Callable[..., Any]) -> None:
     """A newcomer's prompt goes in parts between the steps of others, and a cancelled text gets no further step."""
     model = make_model("llama")
-    texts = Texts(ServedText("m", serve(model), None), part=4)
+    texts = Texts(ServedText("m", serve(model), None), part_tokens=4)
     *prompts, long = random_prompts((3, 9, 5, 40))
     newcomer = Listener()
     seen, had = list[tuple[int, int]](), list[int]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_swarm.serving.draft_policy import MOST_CHUNKS, DraftPolicy
+from lightning_swarm.serving.draft_policy import MAX_CHUNKS, DraftPolicy
 
 MOST = 10
 
@@ -32,7 +32,7 @@ def measured(
 
 def test_as_many_tokens_are_ahead_as_are_likely_to_be_needed() -> None:
     assert [measured(accepted=share).num_ahead for share in (1.0, 0.5)] == [50, 3]
-    assert measured(accepted=1.0, round_trip_s=10.0).num_ahead == MOST_CHUNKS * MOST
+    assert measured(accepted=1.0, round_trip_s=10.0).num_ahead == MAX_CHUNKS * MOST
 
 
 def test_no_more_are_ahead_than_the_client_takes_in_a_round_trip() -> None:
@@ -55,7 +55,7 @@ def test_drafts_begin_again_where_a_text_becomes_foreseeable() -> None:
 def test_tokens_leave_at_once_where_drafts_take_long() -> None:
     policy = measured(accepted=1.0, draft_s=0.003)
     assert not policy.is_cheap
-    assert policy.chunk == -(-policy.num_ahead // MOST_CHUNKS) < MOST
+    assert policy.chunk == -(-policy.num_ahead // MAX_CHUNKS) < MOST
 
 
 def test_tokens_leave_together_where_drafts_take_no_time() -> None:

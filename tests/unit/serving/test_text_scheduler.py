@@ -93,7 +93,7 @@ class Forward:
 
 
 def scheduler(forward: Any, **options: Any) -> TextScheduler:
-    return TextScheduler(forward, **{"part": 4, "step_tokens": lambda: 100, **options})
+    return TextScheduler(forward, **{"part_tokens": 4, "step_tokens": lambda: 100, **options})
 
 
 def written(forward: Forward, texts: Sequence[Text], **options: Any) -> None:
@@ -133,7 +133,7 @@ def test_texts_on_other_servers_are_other_groups() -> None:
 def test_where_positions_depend_on_the_text_so_far_texts_take_turns() -> None:
     texts = [Text("a", num_prompt=9) for _ in range(3)]
     forward = Forward()
-    written(forward, texts, most_texts=1)
+    written(forward, texts, max_texts=1)
     assert [one for (one,) in forward.log] == [text for text in texts for _ in range(3 + NUM_NEW - 1)]
 
 
@@ -183,7 +183,7 @@ def test_the_faster_number_of_groups_is_kept(split_s: float) -> None:
     groups, used = Groups(), list[bool]()
     for _ in range(1000):
         used.append(groups.splits)
-        assert groups.number(3) == (3 if groups.splits else 1)
+        assert groups.num_groups(3) == (3 if groups.splits else 1)
         groups.measure(split_s if groups.splits else 2.0, 8, splits=groups.splits)
         groups.measure(100.0, 8, splits=not groups.splits)  # it began before the change
     assert {*used[:50]} == {True, False}

@@ -25,11 +25,11 @@ def test_text_ends_before_what_ends_it(stops: list[str], pieces: list[str], pass
     finder, said = StopFinder(stops), ""
     for piece in pieces:
         said += finder.take(piece)
-        if finder.found:
+        if finder.has_stop:
             break
     else:
         said += finder.rest()
-    assert (said, finder.found) == (passed, found)
+    assert (said, finder.has_stop) == (passed, found)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -38,13 +38,13 @@ def test_it_does_not_matter_in_which_pieces_text_comes(seed: int) -> None:
     text = "".join(rng.choices("ab", k=40))
     stops = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 3))]
     finder, said, place = StopFinder(stops), "", 0
-    while place < len(text) and not finder.found:
+    while place < len(text) and not finder.has_stop:
         end = min(len(text), place + rng.randint(1, 5))
         said, place = said + finder.take(text[place:end]), end
         assert not any(stop in said for stop in stops)
-    said += "" if finder.found else finder.rest()
+    said += "" if finder.has_stop else finder.rest()
     ends = [text.find(stop) for stop in stops if stop in text]
-    assert finder.found == bool(ends)
+    assert finder.has_stop == bool(ends)
     assert text.startswith(said)
     # The first complete string ends the text, as a reader of the stream would see.
     assert not ends or len(said) in ends

@@ -85,7 +85,7 @@ def recorded(
                 if adapter is not None:
                     swarm.connect(weights=folder, name=f"user-{number}", adapts=True)
                     assert swarm.client is not None
-                    remote = swarm.client.adapted(adapter)
+                    remote = swarm.client.load_adapter(adapter)
                 remote.generate(**prompt, max_new_tokens=6, do_sample=False)
                 texts.append([*found])
         assert host.server is not None
