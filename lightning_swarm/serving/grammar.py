@@ -23,9 +23,9 @@ class Grammar:
         param: The request's field that asks for it.
         rule: The right-hand side of the rule for the text. Empty: `text` is the whole grammar.
         text: The whole grammar. Empty: one rule.
-        checked: `text` as the check of its complexity gets it, whose tokenizer lacks the model's special tokens.
-            Empty: the same.
-        source: A whole grammar in Lark or in GBNF of llama.cpp, which becomes `text` when it is compiled.
+        checked: A variant of `text` without the model's special tokens, which `grammar_check` does not know. Empty:
+            `text` has none.
+        source: A whole grammar in Lark or in llama.cpp's GBNF, which becomes `text` when it is compiled.
     """
 
     param: str
@@ -40,31 +40,32 @@ class Grammar:
         return self.text or f"start: {self.rule}"
 
 
-def grammar_of(asked: TextFields) -> Grammar | None:
+def grammar_of(fields: TextFields) -> Grammar | None:
     """Return the grammar that a request asks for by `response_format` or `structured_outputs`."""
-    form, other = asked.response_format, asked.structured_outputs
-    if form is not None and form.type == "json_object":
-        return Grammar("response_format", rule=json_rule({"type": "object"}, "response_format"))
-    if form is not None and form.json_schema is not None:
-        return Grammar("response_format", rule=json_rule(form.json_schema.schema, "response_format"))
-    if other is None:
+    response_format, structured = fields.response_format, fields.structured_outputs
+    name = "response_format"
+    if response_format is not None and response_format.type == "json_object":
+        return Grammar(name, rule=json_rule({"type": "object"}, name))
+    if response_format is not None and response_format.json_schema is not None:
+        return Grammar(name, rule=json_rule(response_format.json_schema.schema, name))
+    if structured is None:
         return None
     name = "structured_outputs"
-    if other.json is not None:
-        return Grammar(name, rule=json_rule(_decoded(other.json), name))
-    if other.json_object:
+    if structured.json is not None:
+        return Grammar(name, rule=json_rule(_decoded(structured.json), name))
+    if structured.json_object:
         return Grammar(name, rule=json_rule({"type": "object"}, name))
-    if other.choice is not None:
-        return Grammar(name, rule=" | ".join(quoted(choice) for choice in other.choice))
+    if structured.choice is not None:
+        return Grammar(name, rule=" | ".join(quoted(choice) for choice in structured.choice))
     from llguidance import regex_to_lark
 
-    if other.regex is not None:
-        if (len(other.regex) - len(other.regex.rstrip("\\"))) % 2:  # the conversion would leave it out
-            refuse(name, f"the regex {other.regex[-100:]!r} ends amid an escape")
-        return Grammar(name, rule=f"/{regex_to_lark(other.regex, use_ascii='')}/")
-    source = str(other.grammar)
+    if (regex := structured.regex) is not None:
+        if (len(regex) - len(regex.rstrip("\\"))) % 2:  # the conversion would drop the backslash
+            refuse(name, f"the regex {regex[-100:]!r} ends amid an escape")
+        return Grammar(name, rule=f"/{regex_to_lark(regex, use_ascii='')}/")
+    source = str(structured.grammar)
     if len(source) > _MAX_SOURCE:
-        refuse(name, f"it has {len(source)} characters, more than {_MAX_SOURCE}")
+        refuse(name, f"it must have at most {_MAX_SOURCE} characters, got {len(source)}")
     return Grammar(name, source=source)
 
 
@@ -78,7 +79,7 @@ def json_rule(schema: Mapping[str, Any] | bool, param: str, *, is_lenient: bool 
     """
     # False admits no value. `x-guidance` holds llguidance's options, which a client must not set.
     if schema is False or (schema is not True and "x-guidance" in schema):
-        raise RequestError(400, f"`{param}` needs a schema that admits a value, without `x-guidance`", param=param)
+        raise RequestError(400, f"`{param}` needs a schema that admits some value and has no `x-guidance`", param=param)
     options = {"whitespace_pattern": _BLANKS, "lenient": is_lenient}
     try:
         return "%json " + json.dumps({**({} if schema is True else schema), "x-guidance": options})
@@ -92,21 +93,21 @@ def quoted(text: str) -> str:
 
 
 def _decoded(schema: Any) -> Any:
-    """Read a schema that is sent as a text."""
+    """Parse a schema that was sent as a text."""
     if not isinstance(schema, str):
         return schema
     try:
-        found = json.loads(schema)
+        decoded = json.loads(schema)
     except (RecursionError, ValueError) as error:
         raise RequestError(400, f"`json` is no JSON: {error}", param="structured_outputs") from error
-    if isinstance(found, dict | bool):
-        return found
+    if isinstance(decoded, dict | bool):
+        return decoded
     raise RequestError(400, f"`json` must be a schema, got {schema[:100]!r}", param="structured_outputs")
 
 
 def refuse(param: str, problem: str) -> NoReturn:
-    """Raise the error of a grammar that cannot be followed."""
-    # llguidance marks some of its messages by `<non-verbose/>`.
+    """Raise RequestError for a grammar that texts cannot follow."""
+    # llguidance puts `<non-verbose/>` into some of its messages.
     problem = re.sub(r"\s+", " ", problem.replace("<non-verbose/>", "")).strip()
     raise RequestError(
         400, f"the grammar of `{param}` cannot be followed: {problem[:400]}. Simplify or correct it", param=param

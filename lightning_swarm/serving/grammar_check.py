@@ -1,7 +1,7 @@
-"""Compiles a grammar in a process of its own, which may run out of time, memory or stack without harm to the endpoint.
+"""Compiles a grammar in a separate process, so that the endpoint is safe if it exceeds its time, memory or stack.
 
-Run as a script, with the arguments of `_check` as JSON on standard input. The last line that it prints has the result,
-as JSON. A tokenizer of bytes replaces the model's, because compiling depends little on the vocabulary.
+This script reads the arguments of `_check` as JSON from standard input, and prints the result as JSON in its last line.
+It compiles for a tokenizer of bytes in place of the model's, because the vocabulary hardly affects the cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from typing import Any, Final
 
 MAX_CHARACTERS: Final = 256 << 10
-TOO_COMPLEX: Final = "it is too complex to compile it with bounded time and memory"
+TOO_COMPLEX: Final = "it is too complex to compile with bounded time and memory"
 _CPU_S: Final = 2
 _MEMORY_BYTES: Final = 1 << 30
 # Recursive grammars overflow this stack long before they overflow that of a thread of the endpoint, 8 MiB.
@@ -21,7 +21,7 @@ _STACK_BYTES: Final = 1 << 20
 
 
 def new_limits() -> Any:
-    """Return llguidance's limits for a grammar, and for each of its steps."""
+    """Return llguidance's limits for a grammar and for each step of its parser."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -40,23 +40,23 @@ def _check(grammar: str, is_source: bool) -> tuple[str, str]:
 
     Args:
         grammar: The grammar.
-        is_source: It may be GBNF, which llguidance converts in Python, in time that is quadratic in its length.
+        is_source: Whether it may be GBNF, which llguidance converts in Python, in quadratic time.
     """
     import llguidance
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        found = str(any_to_lark(grammar)) if is_source else grammar
+        lark = str(any_to_lark(grammar)) if is_source else grammar
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - the converter has no error of its own for wrong grammars
+    except Exception as error:  # noqa: BLE001 - the converter raises errors of any kind for wrong grammars
         return "", f"it cannot be read: {error}"
-    if len(found) > MAX_CHARACTERS:
-        return "", f"it has {len(found)} characters, more than {MAX_CHARACTERS}"
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), found, log_level=0, limits=new_limits())
+    if len(lark) > MAX_CHARACTERS:
+        return "", f"it must have at most {MAX_CHARACTERS} characters, got {len(lark)}"
+    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), lark, log_level=0, limits=new_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    return found, matcher.get_error()
+    return lark, matcher.get_error()
 
 
 def _print_result(arguments: tuple[str, bool]) -> None:

@@ -1,4 +1,4 @@
-"""Masks of the tokens that break a text's grammar, by llguidance."""
+"""Masks that exclude the tokens that break a text's grammar, by llguidance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_swarm.serving import grammar_check
 from lightning_swarm.serving.grammar import Grammar, refuse
 from lightning_swarm.serving.http_fields import RequestError
 
-_CHECK_S: Final = 15.0  # the check's own limit is of processor time
+_CHECK_S: Final = 15.0  # `grammar_check` itself limits only processor time
 
 
 class GrammarCompiler:
@@ -32,23 +32,23 @@ class GrammarCompiler:
             raise RequestError(400, "a grammar needs an end token, and this model has none in generation_config.json")
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=list(ends))
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an `Exception`
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise RequestError(
-                400, f"this model's tokenizer cannot follow grammars: {error}. Leave JSON, grammars and tools out"
+                400, f"this model's tokenizer cannot follow grammars: {error}. Do not ask for JSON, grammars or tools"
             ) from error
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Check and compile a grammar, which may take seconds. Raises RequestError if it is wrong or too complex."""
         from llguidance import LLMatcher
 
-        given = grammar.source or grammar.checked or grammar.whole
-        if len(given) > grammar_check.MAX_CHARACTERS:
-            refuse(grammar.param, f"it has {len(given)} characters, more than {grammar_check.MAX_CHARACTERS}")
-        found, problem = _checked(given, is_source=bool(grammar.source))
+        text, limit = grammar.source or grammar.checked or grammar.whole, grammar_check.MAX_CHARACTERS
+        if len(text) > limit:
+            refuse(grammar.param, f"it must have at most {limit} characters, got {len(text)}")
+        lark, problem = _checked(text, is_source=bool(grammar.source))
         if grammar.source:
-            grammar = replace(grammar, text=found, source="")
+            grammar = replace(grammar, text=lark, source="")
         if problem:
             refuse(grammar.param, _without_excerpt(problem, grammar))
         matcher = LLMatcher(self._tokenizer, grammar.whole, log_level=0, limits=grammar_check.new_limits())
@@ -58,18 +58,18 @@ class GrammarCompiler:
 
 
 def _without_excerpt(problem: str, grammar: Grammar) -> str:
-    """Shorten an error: instead of an excerpt, show the beginning of the wrong line if there are several."""
+    """Shorten an error: in place of the excerpt, show only the wrong line of a grammar with several lines."""
     if re.search(r"unknown special token|Token range", problem):
-        return "it names special tokens, which no text of a request's grammar has"
-    place = re.match(r"at (\d+)\(\d+\): (.*?)(?:\n +\d+ \| |$)", problem, re.DOTALL)
-    if place is None:
+        return "it names special tokens, which a text with a requested grammar cannot have"
+    located = re.match(r"at (\d+)\(\d+\): (.*?)(?:\n +\d+ \| |$)", problem, re.DOTALL)
+    if located is None:
         return problem
-    return f"{place[2]}, in {grammar.text.splitlines()[int(place[1]) - 1][:100]}" if grammar.text else place[2]
+    return f"{located[2]}, in {grammar.text.splitlines()[int(located[1]) - 1][:100]}" if grammar.text else located[2]
 
 
 @functools.lru_cache(maxsize=64)
 def _checked(grammar: str, *, is_source: bool) -> tuple[str, str]:
-    """Compile a grammar in a process of its own; return the grammar in Lark, and its error or an empty text."""
+    """Run `grammar_check` for a grammar; return the grammar in Lark, and its error or an empty text."""
     try:
         ended = subprocess.run(
             [sys.executable, "-P", str(Path(grammar_check.__file__))],
@@ -82,17 +82,17 @@ def _checked(grammar: str, *, is_source: bool) -> tuple[str, str]:
         )
     except subprocess.TimeoutExpired as error:
         raise RequestError(429, "this endpoint is too busy to compile a grammar. Try again later") from error
-    if ended.returncode < 0:  # by a signal: the limit of time, memory or stack
+    if ended.returncode < 0:  # killed by a signal, because it exceeded its time, memory or stack
         return "", grammar_check.TOO_COMPLEX
     if ended.returncode > 0 or not ended.stdout:
         reason = " ".join(ended.stderr.splitlines()[-1:]) or "the check ended without a result"
         raise RequestError(500, f"grammars cannot be compiled here: {reason[-300:]}")
-    found, problem = json.loads(ended.stdout.splitlines()[-1])
-    return found, problem
+    lark, problem = json.loads(ended.stdout.splitlines()[-1])
+    return lark, problem
 
 
 class CompiledGrammar:
-    """A grammar that texts can follow."""
+    """A grammar that is ready for texts."""
 
     def __init__(self, matcher: Any, param: str) -> None:
         self._matcher, self._param = matcher, param
@@ -115,7 +115,7 @@ class GrammarMask:
         kept = torch.zeros(len(row), dtype=torch.bool)
         kept[: len(allowed)] = allowed[: len(row)]
         if not kept.any():
-            refuse(self._param, "none of the model's tokens continue the text")
+            refuse(self._param, "no token of the model can continue the text")
         row.masked_fill_(~kept.to(row.device), float("-inf"))
 
     def add(self, token: int) -> None:
@@ -125,7 +125,7 @@ class GrammarMask:
 
     @property
     def is_done(self) -> bool:
-        """Whether the text is complete, so that nothing can follow."""
+        """Whether the text is complete, so that no token can follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:

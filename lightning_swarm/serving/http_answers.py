@@ -17,7 +17,7 @@ _TEXT: Final = "text_completion"
 
 @dataclass
 class Choice:
-    """One of a request's texts, as far as it is written."""
+    """One of a request's texts, as far as it has been written."""
 
     index: int
     text: str = ""
@@ -25,7 +25,7 @@ class Choice:
     scores: list[TokenScore] = field(default_factory=list)
     calls: list[CallPiece] = field(default_factory=list)
     reasoning: str = ""
-    has_begun: bool = False  # its first chunk was made
+    has_begun: bool = False  # whether its first chunk was made
 
     def add(self, piece: TextPiece) -> None:
         """Append the next piece."""
@@ -38,17 +38,17 @@ class Choice:
 
 def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
     """Join the pieces of each call."""
-    found = dict[int, CallPiece]()
+    calls = dict[int, CallPiece]()  # index of the call -> call
     for piece in pieces:
-        call = found.get(piece.index)
-        found[piece.index] = piece if call is None else replace(call, arguments=call.arguments + piece.arguments)
-    return [*found.values()]
+        call = calls.get(piece.index)
+        calls[piece.index] = piece if call is None else replace(call, arguments=call.arguments + piece.arguments)
+    return [*calls.values()]
 
 
 class Form(Protocol):
     """The form of an answer, whole or as events of a stream."""
 
-    end_mark: str  # what ends a stream
+    end_mark: str  # text that ends a stream
 
     def begin(self) -> list[dict[str, Any]]:
         """Return the events before the texts."""
@@ -65,13 +65,13 @@ class Form(Protocol):
 
 @dataclass
 class AnswerForm:
-    """The form of the answers to a completion or a chat."""
+    """The form of answers to completions and chats."""
 
     model: str
     chat: bool
     num_texts: int
-    has_scores: bool  # log probabilities were requested
-    has_usage: bool  # a stream reports its usage
+    has_scores: bool  # whether log probabilities were requested
+    has_usage: bool  # whether a stream ends with its usage
     end_mark: str = "data: [DONE]\n\n"
 
     def __post_init__(self) -> None:
@@ -80,25 +80,23 @@ class AnswerForm:
         self._created = int(time.time())
 
     def begin(self) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return no events: a text's first chunk is its beginning."""
         return []
 
     def take(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
-        """See `Form`."""
-        found = self._of_piece(self._choices[index], piece)
+        """Return the chunk of a text's next piece."""
+        chunk = self._piece_chunk(self._choices[index], piece)
         self._choices[index].add(piece)
-        return [found]
+        return [chunk]
 
     def end(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """See `Form`."""
+        """Return a chunk with the usage, if it was requested."""
         return [{**self._chunk([]), "usage": usage}] if self.has_usage else []
 
     def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Form`."""
-        return {
-            **self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, self._choices)),
-            "usage": usage,
-        }
+        """Return the answer with all texts."""
+        answer = self._answer("chat.completion" if self.chat else _TEXT, map(self._whole, self._choices))
+        return {**answer, "usage": usage}
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         text: dict[str, Any] = {"text": choice.text}
@@ -109,8 +107,8 @@ class AnswerForm:
             text = {"message": message}
         return {**self._common_fields(choice.index, choice.finish_reason, choice.scores, 0), **text}
 
-    def _of_piece(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
-        """Return the chunk of a text's next piece, which `choice` does not contain yet."""
+    def _piece_chunk(self, choice: Choice, piece: TextPiece) -> dict[str, Any]:
+        """Return the chunk of a piece that `choice` does not contain yet."""
         text: dict[str, Any] = {"text": piece.text}
         if self.chat:
             delta: dict[str, Any] = {} if choice.has_begun else {"role": "assistant"}
@@ -120,31 +118,30 @@ class AnswerForm:
                 delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in _merged(piece.calls)]
             text = {"delta": {**delta, **_reasoning(piece.reasoning)}}
         choice.has_begun = True
-        own = self._common_fields(choice.index, piece.finish_reason, piece.scores, len(choice.text))
-        return self._chunk([{**own, **text}])
+        common = self._common_fields(choice.index, piece.finish_reason, piece.scores, len(choice.text))
+        return self._chunk([{**common, **text}])
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return self._answer("chat.completion.chunk" if self.chat else _TEXT, choices)
 
-    def _answer(self, kind: str, choices: Any) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.model, "choices": list(choices)}
+    def _answer(self, object_type: str, choices: Any) -> dict[str, Any]:
+        head = {"id": self._id, "object": object_type, "created": self._created, "model": self.model}
+        return {**head, "choices": list(choices)}
 
     def _common_fields(
         self, index: int, reason: str | None, scores: Sequence[TokenScore], begin: int
     ) -> dict[str, Any]:
         """Return a choice's fields beside its text; `begin` is the position in the text of the first scored token."""
-        logprobs = None
-        if self.has_scores:
-            logprobs = (
-                {"content": [_chat_logprobs(one) for one in scores]}
-                if self.chat
-                else _completion_logprobs(scores, begin)
-            )
+        logprobs: dict[str, Any] | None = None
+        if self.has_scores and self.chat:
+            logprobs = {"content": [_chat_logprobs(score) for score in scores]}
+        elif self.has_scores:
+            logprobs = _completion_logprobs(scores, begin)
         return {"index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _call(call: CallPiece) -> dict[str, Any]:
-    """Return a call, or a piece of it, which has a name and an id only at its beginning."""
+    """Return a call or a piece of a call. Only the first piece has a name and an id."""
     if not call.name:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -166,7 +163,7 @@ def _completion_logprobs(scores: Sequence[TokenScore], begin: int) -> dict[str, 
     for score in scores:
         offsets.append(begin)
         begin += len(score.text)
-    # `top` begins with the most probable token. Of tokens with the same text, a dict keeps the last.
+    # Several tokens may have the same text. In reversed order, the dict keeps the most probable of them.
     tops = [None if score.logprob is None else dict(reversed(score.top)) for score in scores]
     return {
         "tokens": [score.text for score in scores],
@@ -187,5 +184,5 @@ def status_of(error: Exception) -> int:
 
 def error_answer(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    error_type = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}

@@ -1,4 +1,4 @@
-"""The connections of the HTTP endpoint: each must make progress, and no address can hold all of them."""
+"""Connections of the HTTP endpoint: each must make progress, and no address can occupy all of them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 _REQUEST_S: Final = 10.0  # seconds within which a request's headers must arrive
-_READ_S, _READ_BYTES = 30.0, 16 << 10  # a client must read so many bytes of its answer within so many seconds
+_READ_S, _READ_BYTES = 30.0, 16 << 10  # a client must read `_READ_BYTES` of its answer within `_READ_S`
 
 
 class Connection(H11Protocol):
     """uvicorn's protocol, which also closes a connection whose client sends no request, or does not read its answer.
 
-    It is h11's in every environment, because the other one has no limit on the bytes of a request's headers.
+    It extends the h11 protocol, because uvicorn's other protocol does not limit the bytes of a request's headers.
     """
 
-    _since_s = 0.0  # when the client's turn began
-    _waiting: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
+    _since_s = 0.0  # time since which the client must send a request
+    _request_timer: asyncio.TimerHandle | None = None
+    _reading_timer: asyncio.TimerHandle | None = None
 
     @override
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._wait()
+        self._expect_request()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Close a connection that waits for its client: the oldest one of the address with most of them."""
-        others = [one for one in self.connections if one is not self and isinstance(one, Connection)]
-        waiting = [one for one in others if one.waits_for_client and not one.transport.is_closing()]
-        number = Counter(one.address for one in waiting)
+        """Close a connection that waits for its client: of the address with most such connections, the oldest."""
+        others = [other for other in self.connections if other is not self and isinstance(other, Connection)]
+        waiting = [other for other in others if other.waits_for_client and not other.transport.is_closing()]
+        num_waiting = Counter(other.address for other in waiting)
         if waiting:
-            max(waiting, key=lambda one: (number[one.address], -one._since_s)).transport.abort()
+            max(waiting, key=lambda other: (num_waiting[other.address], -other._since_s)).transport.abort()
 
     @property
     def address(self) -> str:
@@ -56,7 +56,7 @@ class Connection(H11Protocol):
     @override
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._wait()
+        self._expect_request()
 
     @override
     def pause_writing(self) -> None:
@@ -66,40 +66,43 @@ class Connection(H11Protocol):
     @override
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reading is not None:
-            self._reading.cancel()
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._waiting, self._reading):
+        for timer in (self._request_timer, self._reading_timer):
             if timer is not None:
                 timer.cancel()
 
-    def _wait(self) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
+    def _expect_request(self) -> None:
+        """Start the time within which the client must send its next request."""
+        if self._request_timer is not None:
+            self._request_timer.cancel()
         self._since_s = self.loop.time()
-        self._waiting = self.loop.call_later(_REQUEST_S, self._close_if_idle)
+        self._request_timer = self.loop.call_later(_REQUEST_S, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
         if not self._is_idle:
             return
         if self.transport.get_write_buffer_size():
-            self._watch_reading()  # the client may still read its answer
+            self._watch_reading()  # its last answer was not read yet
         else:
             self.transport.abort()
 
     def _watch_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-        self._reading = self.loop.call_later(_READ_S, self._close_unless_read, self.transport.get_write_buffer_size())
+        """Start the time within which the client must read a part of its answer."""
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+        unread = self.transport.get_write_buffer_size()
+        self._reading_timer = self.loop.call_later(_READ_S, self._close_unless_read, unread)
 
     def _close_unless_read(self, unread: int) -> None:
         left = self.transport.get_write_buffer_size()
         if not left:
-            self._wait()
+            self._expect_request()
         elif left > unread - _READ_BYTES:
-            self.transport.abort()  # `close` would wait for the client
+            self.transport.abort()  # unlike `close`, which would wait for the client
         else:
             self._watch_reading()

@@ -26,9 +26,9 @@ WITHOUT_EFFECT: Final = frozenset(
         *("prediction", "priority", "request_id"),
     }
 )
-"""Ignored fields: they name the client or concern scheduling, and do not change the text."""
+"""Ignored fields. They name the client or concern scheduling, and do not change the text."""
 
-MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
+UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -68,7 +68,7 @@ MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """Unsupported fields, each with the values that request nothing. Any other value is refused."""
 
-_INSTEAD: Final = {
+_REMEDIES: Final = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), "use `structured_outputs`"),
     **dict.fromkeys(("functions", "function_call"), "use `tools` and `tool_choice`"),
 }
@@ -84,7 +84,7 @@ class RequestError(Exception):
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
-    include_obfuscation: bool = False  # ignored: chunks are never padded to hide their length
+    include_obfuscation: bool = False  # ignored, because chunks are never padded to hide their length
 
 
 _Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -93,7 +93,7 @@ _TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=4096)]
 
 
 class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Honoured fields of completions and chats. None: the value in the model's generation_config.json."""
+    """Honoured fields of completions and chats. None means the value in the model's generation_config.json."""
 
     model: str = ""
     max_tokens: _Count | None = None
@@ -128,25 +128,26 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         """Refuse values that contradict each other."""
         self._check_grammar()
         if len(self.stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in self.stops):
-            raise RequestError(400, f"`stop` has at most {_MAX_STOPS} texts of {_MAX_STOP} characters", param="stop")
+            text = f"`stop` must have at most {_MAX_STOPS} texts of at most {_MAX_STOP} characters"
+            raise RequestError(400, text, param="stop")
         if self.best_of not in (None, self.n):
-            raise RequestError(400, f"`best_of` must be `n`, which is {self.n}, got {self.best_of}", param="best_of")
+            raise RequestError(400, f"`best_of` must equal `n`, which is {self.n}, got {self.best_of}", param="best_of")
         if self.stream_options is not None and not self.stream:
-            raise RequestError(400, "`stream_options` are for `stream`: true", param="stream_options")
-        if not all(one.isdecimal() and len(one) < 10 for one in self.logit_bias):
-            raise RequestError(400, "`logit_bias` has numbers of tokens as names", param="logit_bias")
+            raise RequestError(400, "`stream_options` need `stream`: true", param="stream_options")
+        if not all(token.isdecimal() and len(token) < 10 for token in self.logit_bias):
+            raise RequestError(400, "the keys of `logit_bias` must be token numbers", param="logit_bias")
         if self.num_tokens == 0 and not self.echo:
-            raise RequestError(400, "`max_tokens` must be at least 1, but for a prompt with `echo`", param="max_tokens")
+            raise RequestError(400, "`max_tokens` must be at least 1 unless `echo` is set", param="max_tokens")
 
     def _check_grammar(self) -> None:
-        """Refuse fields that could leave a text with a grammar without a token."""
+        """Refuse fields that could forbid every token that the grammar allows."""
         if self.has_format and self.structured_outputs is not None:
             raise RequestError(400, "`response_format` excludes `structured_outputs`", param="structured_outputs")
         if not (self.has_grammar and (self.min_tokens or self.allowed_token_ids)):
             return
         name = "min_tokens" if self.min_tokens else "allowed_token_ids"
         raise RequestError(
-            400, f"`{name}` cannot be kept in a text with a grammar or tools: leave one of both out", param=name
+            400, f"`{name}` cannot be combined with a grammar or tools. Leave one of them out", param=name
         )
 
     @property
@@ -167,16 +168,16 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def stops(self) -> list[str]:
         """The strings that end the text."""
-        return [one for one in ([self.stop] if isinstance(self.stop, str) else self.stop) if one]
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop]
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of most probable tokens to report at each place, beside the written token. None: report none."""
+        """The number of most probable tokens to report with each written token. None: report no scores."""
         return None
 
 
 class Completion(TextFields, kw_only=True):
-    """A request to complete prompts, which are texts or tokens."""
+    """A request to complete prompts, each of which is a text or a list of tokens."""
 
     prompt: Any
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -187,8 +188,8 @@ class Completion(TextFields, kw_only=True):
         if not self.prompts or len(self.prompts) * self.n > MAX_TEXTS or not all(self.prompts):
             raise RequestError(
                 400,
-                f"a request has prompts that are not empty, for 1 to {MAX_TEXTS} texts, got {len(self.prompts)} "
-                f"prompts for {self.n} texts each",
+                f"a request must have non-empty prompts, and ask for 1 to {MAX_TEXTS} texts in all, got "
+                f"{len(self.prompts)} prompts with {self.n} texts each",
                 param="prompt",
             )
 
@@ -196,11 +197,12 @@ class Completion(TextFields, kw_only=True):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or a list of token numbers."""
         prompt = self.prompt
-        if isinstance(prompt, str) or _are(prompt, int):
+        if isinstance(prompt, str) or _is_list_of(prompt, int):
             return [prompt]
-        if isinstance(prompt, list) and all(isinstance(one, str) or _are(one, int) for one in prompt):
+        if isinstance(prompt, list) and all(isinstance(part, str) or _is_list_of(part, int) for part in prompt):
             return prompt
-        raise RequestError(400, "`prompt` is a text, a list of tokens, or a list of one of these", param="prompt")
+        message = "`prompt` must be a text, a list of tokens, or a list of texts or of lists of tokens"
+        raise RequestError(400, message, param="prompt")
 
     @property
     @override
@@ -226,18 +228,19 @@ class Chat(TextFields, kw_only=True):
         self._check_tools()
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise RequestError(400, "`top_logprobs` are for `logprobs`: true", param="top_logprobs")
+            raise RequestError(400, "`top_logprobs` need `logprobs`: true", param="top_logprobs")
         if self.echo:
-            raise RequestError(400, "`echo` is of completions, and a chat has none", param="echo")
+            raise RequestError(400, "`echo` is a field of completions, got it in a chat", param="echo")
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 400,
                 "`continue_final_message` needs `add_generation_prompt`: false",
                 param="continue_final_message",
             )
-        own = {"tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "tools", "documents"}
-        if taken := own & self.chat_template_kwargs.keys():
-            raise RequestError(400, f"`{min(taken)}` is no variable of a template", param="chat_template_kwargs")
+        reserved = {"tokenize", "return_tensors", "return_dict", "chat_template", "conversation", "tools", "documents"}
+        if used := reserved & self.chat_template_kwargs.keys():
+            text = f"`chat_template_kwargs` must name variables of the template, got `{min(used)}`"
+            raise RequestError(400, text, param="chat_template_kwargs")
 
     @property
     @override
@@ -270,60 +273,58 @@ class Chat(TextFields, kw_only=True):
 
     def _check_tools(self) -> None:
         names = [tool.function.name for tool in self.tools]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise RequestError(400, f"each tool has a name of its own, got {min(twice)!r} twice", param="tools")
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise RequestError(400, f"each tool must have a different name, got {min(repeated)!r} twice", param="tools")
         if self.must_call and not self.callable_tools:
             wanted = "a function" if isinstance(self.tool_choice, str) else repr(self.tool_choice.function.name)
-            raise RequestError(
-                400, f"`tool_choice` asks for {wanted[:100]}, and `tools` has {names[:10]}", param="tool_choice"
-            )
+            text = f"`tool_choice` asks for {wanted[:100]}, but `tools` has only {names[:10]}"
+            raise RequestError(400, text, param="tool_choice")
 
 
 _Request = TypeVar("_Request", bound=TextFields)
 
 
-def read(body: bytes, kind: type[_Request]) -> _Request:
+def read(body: bytes, request_type: type[_Request]) -> _Request:
     """Read a request; raises RequestError with the name of a field that is not honoured."""
-    return converted(fields_of(body, MISSING), kind)
+    return converted(fields_of(body, UNSUPPORTED), request_type)
 
 
-def fields_of(body: bytes, missing: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Return the fields of a request that may have an effect; refuse unsupported fields, which `missing` lists."""
+def fields_of(body: bytes, unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the fields of a request that may have an effect; refuse unsupported fields."""
     try:
         sent = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RequestError(400, f"the request cannot be read: {error}") from error
     if not isinstance(sent, dict):
-        raise RequestError(400, f"a request is a JSON object, got a {type(sent).__name__}")
-    given = {name: value for name, value in sent.items() if value is not None and name not in WITHOUT_EFFECT}
-    for name in missing.keys() & given.keys():
-        value = given.pop(name)
-        if not any(value == one and type(value) is type(one) for one in missing[name]):
-            remedy = _INSTEAD.get(name, "leave it out")
+        raise RequestError(400, f"a request must be a JSON object, got a {type(sent).__name__}")
+    fields = {name: value for name, value in sent.items() if value is not None and name not in WITHOUT_EFFECT}
+    for name in unsupported.keys() & fields.keys():
+        value = fields.pop(name)
+        if not any(value == neutral and type(value) is type(neutral) for neutral in unsupported[name]):
+            remedy = _REMEDIES.get(name, "leave it out")
             raise RequestError(400, f"`{name}` is not supported here, got {short(value)}: {remedy}", param=name)
-    return given
+    return fields
 
 
-def converted(given: Mapping[str, Any], kind: type[_Request]) -> _Request:
-    """Return a request of its fields."""
-    if unknown := sorted(given.keys() - set(kind.__struct_fields__)):
+def converted(fields: Mapping[str, Any], request_type: type[_Request]) -> _Request:
+    """Return the typed request with these fields; raises RequestError if a field is wrong."""
+    if unknown := sorted(fields.keys() - set(request_type.__struct_fields__)):
         raise RequestError(400, f"there is no field `{short(unknown[0])}` in this request", param=unknown[0][:100])
     try:
-        asked = msgspec.convert(given, kind)
+        request = msgspec.convert(fields, request_type)
     except msgspec.ValidationError as error:
-        place = re.search(r"at `\$\.(\w+)", str(error))
-        raise RequestError(
-            400, f"the request cannot be read: {error}", param=None if place is None else place[1]
-        ) from error
-    asked.check()
-    return asked
+        field = re.search(r"at `\$\.(\w+)", str(error))
+        param = None if field is None else field[1]
+        raise RequestError(400, f"the request cannot be read: {error}", param=param) from error
+    request.check()
+    return request
 
 
-def _are(values: object, kind: type) -> bool:
-    return isinstance(values, list) and bool(values) and all(type(value) is kind for value in values)
+def _is_list_of(values: object, element_type: type) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is element_type for value in values)
 
 
 def short(value: object) -> str:
-    """Return a value as an error shows it."""
+    """Return a value in at most about 100 characters, for an error."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -12,7 +12,7 @@ class _NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     schema: dict[str, Any] | bool
     description: str | None = None
-    strict: bool | None = None  # both are followed exactly
+    strict: bool | None = None  # without effect: the schema is always followed exactly
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,13 +23,13 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("the type 'json_schema', and no other, has a `json_schema`")
+            raise ValueError("`json_schema` must be set for the type 'json_schema', and for no other type")
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """The grammar of a text, a field of vLLM's API."""
 
-    json: str | dict[str, Any] | bool | None = None  # a schema
+    json: str | dict[str, Any] | bool | None = None  # schema
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: str | None = None  # Lark, or GBNF of llama.cpp
@@ -38,14 +38,14 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         values = (self.json, self.regex, self.choice, self.grammar, self.json_object or None)
         if sum(value is not None for value in values) != 1:
-            raise ValueError("exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is needed")
+            raise ValueError("exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` must be set")
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None  # a schema; None: no arguments
-    strict: bool | None = None  # not true: keywords of the schema that are not supported are ignored
+    parameters: dict[str, Any] | None = None  # schema; None: no arguments
+    strict: bool | None = None  # unless True, unsupported keywords of the schema are ignored
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):

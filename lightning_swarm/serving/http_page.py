@@ -12,17 +12,17 @@ from pathlib import Path
 
 @functools.cache
 def page() -> tuple[str, Mapping[str, str]]:
-    """Return the page and its headers, which let only its own script and style run, and only this endpoint be asked."""
+    """Return the page and its headers, which permit only its own script and style, and requests to this endpoint."""
     text = Path(__file__).with_name("chat.html").read_text(encoding="utf-8")
-    own = {kind: _digest(text, kind) for kind in ("script", "style")}
+    digests = {element: _digest(text, element) for element in ("script", "style")}
     policy = (
-        f"default-src 'none'; script-src '{own['script']}'; style-src '{own['style']}'; connect-src 'self'; "
+        f"default-src 'none'; script-src '{digests['script']}'; style-src '{digests['style']}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
     return text, headers
 
 
-def _digest(text: str, kind: str) -> str:
-    (content,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+def _digest(text: str, element: str) -> str:
+    (content,) = re.findall(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
     return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"

@@ -18,8 +18,8 @@ class QueueLimits:
     """Limits on texts and on requests that wait.
 
     Args:
-        texts: Number of texts at once.
-        waiting: Number of waiting requests. 0: no request waits.
+        texts: The maximum number of texts in progress.
+        waiting: The maximum number of waiting requests. 0: no request waits.
         wait_s: The longest wait, in seconds.
     """
 
@@ -29,7 +29,7 @@ class QueueLimits:
 
     @property
     def max_share(self) -> int:
-        """The most places for long texts, and for one client's: three quarters, so that others find room."""
+        """The maximum places of all long texts, and of one client: three quarters, so that other texts find room."""
         return max(1, self.texts - self.texts // 4)
 
 
@@ -41,24 +41,25 @@ class TextQueue:
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
-        self._lines: dict[tuple[str, bool], deque[QueuedRequest]] = {}  # (client, is long) -> its requests; in turn
-        self._waiting = Counter[str]()  # client -> requests
-        self._running = Counter[str]()  # client -> texts
-        self._num_long = 0  # long texts among them
+        # (client, is long) -> its waiting requests; the next line in turn is first
+        self._lines: dict[tuple[str, bool], deque[QueuedRequest]] = {}
+        self._waiting = Counter[str]()  # client -> waiting requests
+        self._running = Counter[str]()  # client -> texts in progress
+        self._num_long = 0  # long texts in progress
         self._numbers = itertools.count()
 
     def enter(self, client: str, num_texts: int, num_tokens: int) -> QueuedRequest:
         """Queue a request for the places of its texts, each of up to `num_tokens` new tokens.
 
-        If the queue is full, the newest request of the client with most waiting requests is refused.
+        If the queue is full, it refuses the newest request of the client with most waiting requests.
 
         Raises:
-            RequestError: This request is refused, or has more texts than may be written at once.
+            RequestError: This request is refused, or has too many texts.
         """
         queued = QueuedRequest(self, next(self._numbers), client, num_texts, is_long=num_tokens > _SHORT_TOKENS)
-        most = min(self._max_texts(client), self._limits.max_share if queued.is_long else self._limits.texts)
-        if num_texts > most:
-            raise RequestError(400, f"this endpoint takes at most {most} texts in such a request, got {num_texts}")
+        max_texts = min(self._max_texts(client), self._limits.max_share if queued.is_long else self._limits.texts)
+        if num_texts > max_texts:
+            raise RequestError(400, f"such a request must have at most {max_texts} texts, got {num_texts}")
         self._lines.setdefault(queued.line, deque()).append(queued)
         self._waiting[client] += 1
         self.admit()
@@ -66,32 +67,32 @@ class TextQueue:
             busiest = max(self._waiting, key=lambda other: (self._waiting[other], other == client))
             lines = (line for (other, _), line in self._lines.items() if other == busiest)
             newest = max((line[-1] for line in lines), key=lambda request: request.number)
-            newest.refuse(f"this endpoint is busy, and {self._limits.waiting} requests wait already")
+            newest.refuse(f"this endpoint is busy, and {self._limits.waiting} requests are waiting already")
         if queued.admitted.done():
-            queued.admitted.result()
+            queued.admitted.result()  # raises the error if this request was refused
         else:
             late = f"no place became free within {self._limits.wait_s:g} s"
             queued.timer = asyncio.get_running_loop().call_later(self._limits.wait_s, queued.refuse, late)
         return queued
 
     def admit(self) -> None:
-        """Give the free places to the requests whose turn has come."""
+        """Give free places to waiting requests, in turn."""
         while (queued := self._next()) is not None:
             self.remove(queued)
             if (line := self._lines.pop(queued.line, None)) is not None:
-                self._lines[queued.line] = line  # now the last in turn
+                self._lines[queued.line] = line  # as the last line in turn
             self._running[queued.client] += queued.num_texts
             self._num_long += queued.num_texts * queued.is_long
             queued.stop_timer()
             queued.admitted.set_result(None)
 
     def _next(self) -> QueuedRequest | None:
-        """Return the next request to admit, or None."""
+        """Return the next request that can be admitted now, or None."""
         is_long_blocked = False
         for (client, is_long), (queued, *_) in self._lines.items():
             if (is_long and is_long_blocked) or self._running[client] + queued.num_texts > self._max_texts(client):
                 continue
-            # Later requests do not overtake, because a request for many places might otherwise never get them.
+            # Later requests must not overtake, because a request for many places might otherwise wait forever.
             if self._running.total() + queued.num_texts > self._limits.texts:
                 return None
             if not is_long or self._num_long + queued.num_texts <= self._limits.max_share:
@@ -107,18 +108,18 @@ class TextQueue:
         self._waiting -= Counter([queued.client])
 
     def release(self, queued: QueuedRequest) -> None:
-        """Take back one place of an admitted request."""
+        """Free one place of an admitted request."""
         self._running -= Counter([queued.client])
         self._num_long -= queued.is_long
         self.admit()
 
     def _max_texts(self, client: str) -> int:
-        # Requests without an address have an empty `client`, to which no share applies.
+        # `client` is empty if a request's address is unknown. Then no share applies.
         return min(MAX_TEXTS, self._limits.max_share) if client else self._limits.texts
 
 
 class QueuedRequest:
-    """A request that waits for its places, or was admitted."""
+    """A request that waits for its places, or has them."""
 
     def __init__(self, queue: TextQueue, number: int, client: str, num_texts: int, *, is_long: bool) -> None:
         self._queue, self.number, self.client, self.num_texts, self.is_long = queue, number, client, num_texts, is_long
@@ -129,7 +130,7 @@ class QueuedRequest:
 
     async def until_admitted(self) -> None:
         """Wait for the places; raises RequestError if the request is refused."""
-        await asyncio.wait([self.admitted])  # unlike `await self.admitted`, never cancels it
+        await asyncio.wait([self.admitted])  # unlike `await self.admitted`, does not cancel the future
         self.admitted.result()
 
     def refuse(self, reason: str) -> None:
@@ -140,9 +141,9 @@ class QueuedRequest:
         self._queue.admit()
 
     def leave(self, *, num_begun: int) -> None:
-        """Leave the queue, or return the places of all texts but the first `num_begun`, of which each returns its own.
+        """Leave the queue, or free the places of texts that have not begun. May be called several times.
 
-        May be called several times.
+        The first `num_begun` texts have begun, and free their own places when they end.
         """
         if not self.admitted.done():
             self.stop_timer()
@@ -155,10 +156,10 @@ class QueuedRequest:
         self._has_left = True
 
     def release(self) -> None:
-        """Return the place of one text."""
+        """Free the place of one text that has ended."""
         self._queue.release(self)
 
     def stop_timer(self) -> None:
-        """End the limit on the wait."""
+        """Stop limiting the wait."""
         if self.timer is not None:
             self.timer.cancel()

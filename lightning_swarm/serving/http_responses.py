@@ -1,4 +1,4 @@
-"""Requests and answers of OpenAI's Responses API, as chats: this endpoint keeps no response for a later request."""
+"""Requests and answers of OpenAI's Responses API, converted to and from chats. No response is stored."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Final
 from lightning_swarm.serving.http_fields import Chat, RequestError, converted, fields_of, short
 from lightning_swarm.serving.pieces import TextPiece
 
-_SAME: Final = frozenset(
+_SHARED: Final = frozenset(
     {
         *("model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
         *("frequency_penalty", "seed", "stop", "parallel_tool_calls", "chat_template_kwargs"),
     }
 )
-"""Fields that a chat has, too."""
+"""Fields that chats have under the same names."""
 
-_MISSING: Final[Mapping[str, tuple[Any, ...]]] = {
+_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "store": (False,),
     "previous_response_id": (),
     "conversation": (),
@@ -41,11 +41,12 @@ _ECHO: Final[Mapping[str, Any]] = {
     "tool_choice": "auto",
     "tools": [],
 }
-"""Fields that the response repeats, with their defaults."""
+"""Fields of the request that the response repeats, with their defaults."""
 
+# Field of a chat -> field of this API, for errors.
 _NAMES: Final = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
-_ITEM: Final = frozenset({"id", "status", "type"})  # fields of all items, which do not change the text
-_REASONED: Final = ("role", "content", "reasoning_content")  # fields of a message that begins with reasoning
+_ITEM: Final = frozenset({"id", "status", "type"})  # fields of any item that do not change the text
+_REASONED: Final = ("role", "content", "reasoning_content")  # fields of a message that has only reasoning so far
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -55,24 +56,25 @@ def read_response(body: bytes) -> tuple[Chat, dict[str, Any]]:
     Raises:
         RequestError: A field is not honoured.
     """
-    given = fields_of(body, _MISSING)
-    echo = {name: given.get(name, value) for name, value in _ECHO.items()}
-    chat = {name: given.pop(name) for name in [*given] if name in _SAME}
-    instructions, asked = given.pop("instructions", ""), given.pop("input", None)
-    items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+    rest = fields_of(body, _UNSUPPORTED)
+    echo = {name: rest.get(name, value) for name, value in _ECHO.items()}
+    chat = {name: rest.pop(name) for name in [*rest] if name in _SHARED}
+    instructions, items = rest.pop("instructions", ""), rest.pop("input", None)
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items or not isinstance(instructions, str):
-        raise RequestError(400, "`input` is a text or a list of items, and `instructions` are a text", param="input")
+        raise RequestError(400, "`input` must be a text or a list of items, and `instructions` a text", param="input")
     chat["messages"] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         _add(item, chat["messages"])
-    if "max_output_tokens" in given:
-        chat["max_completion_tokens"] = given.pop("max_output_tokens")
-    chat["tools"] = [_nested(tool, "tools") for tool in _list_of(given.pop("tools", []), "tools")]
-    choice = given.pop("tool_choice", "auto")
+    if "max_output_tokens" in rest:
+        chat["max_completion_tokens"] = rest.pop("max_output_tokens")
+    chat["tools"] = [_nested(tool, "tools") for tool in _list_of(rest.pop("tools", []), "tools")]
+    choice = rest.pop("tool_choice", "auto")
     chat["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "tool_choice")
-    chat |= _format(given.pop("text", {}))
-    if given:
-        unknown = min(given)
+    chat |= _format(rest.pop("text", {}))
+    if rest:
+        unknown = min(rest)
         raise RequestError(400, f"there is no field `{short(unknown)}` in this request", param=unknown[:100])
     try:
         return converted(chat, Chat), echo
@@ -83,33 +85,36 @@ def read_response(body: bytes) -> tuple[Chat, dict[str, Any]]:
 
 def _list_of(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise RequestError(400, f"`{name}` is a list, got {short(value)}", param=name)
+        raise RequestError(400, f"`{name}` must be a list, got {short(value)}", param=name)
     return value
 
 
 def _nested(tool: Any, param: str) -> dict[str, Any]:
-    """Return a function or its choice in the form of chats."""
+    """Return a function, or the choice of a function, in the form of chats."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise RequestError(400, f"tools have the type 'function', got {short(tool)}", param=param)
+        raise RequestError(400, f"tools must have the type 'function', got {short(tool)}", param=param)
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
 def _format(text: Any) -> dict[str, Any]:
     """Return the format of the answer in the form of chats."""
-    given = dict(text) if isinstance(text, dict) else {"": text}
-    form = given.pop("format", None) or {"type": "text"}
-    if given or not isinstance(form, dict):
-        raise RequestError(400, f"`text` has a `format` only, got {short(text)}", param="text")
-    own = {name: value for name, value in form.items() if name != "type"}
-    return {"response_format": {"type": form.get("type"), **({"json_schema": own} if own else {})}}
+    rest = dict(text) if isinstance(text, dict) else {"": text}
+    form = rest.pop("format", None) or {"type": "text"}
+    if rest or not isinstance(form, dict):
+        raise RequestError(400, f"`text` must have only a `format`, got {short(text)}", param="text")
+    schema = {name: value for name, value in form.items() if name != "type"}
+    return {"response_format": {"type": form.get("type"), **({"json_schema": schema} if schema else {})}}
 
 
 def _add(item: Any, messages: list[dict[str, Any]]) -> None:
-    """Append an item of the input to a chat. An assistant's reasoning, text and calls are one message there."""
+    """Append an item of the input to a chat's messages.
+
+    An assistant's reasoning, text and calls are separate items, and become one message.
+    """
     given = {name: value for name, value in item.items() if value is not None} if isinstance(item, dict) else {}
-    kind, own = given.get("type", "message"), {name: value for name, value in given.items() if name not in _ITEM}
+    fields = {name: value for name, value in given.items() if name not in _ITEM}
     last = messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
-    match kind, own:
+    match given.get("type", "message"), fields:
         case "reasoning", {"content": [{"type": "reasoning_text", "text": text}], **rest} if not any(rest.values()):
             messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         case "message", {"role": str(role), "content": content, **rest} if role in _ROLES and not rest:
@@ -134,26 +139,26 @@ def _add(item: Any, messages: list[dict[str, Any]]) -> None:
 
 
 def _plain(content: Any) -> Any:
-    """Return a content in the form of chats; `conversation` refuses parts that are no text."""
+    """Return a message's content in the form of chats; `conversation` refuses parts that are not text."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
-    known = all(kind in ("input_text", "output_text", "text") for kind in kinds)
-    return [{"type": "text", "text": text} for text in texts] if known else content
+    are_texts = all(kind in ("input_text", "output_text", "text") for kind in kinds)
+    return [{"type": "text", "text": text} for text in texts] if are_texts else content
 
 
 class ResponseForm:
-    """The form of a response, which implements `Form`. Events and the whole answer have the same items."""
+    """The form of a response; implements `Form`. Its events build the items of the whole answer."""
 
-    end_mark = ""  # a stream of events ends without one
+    end_mark = ""  # such streams have no end mark
 
     def __init__(self, model: str, echo: Mapping[str, Any]) -> None:
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._fixed = {**echo, "object": "response", "model": model, "error": None, "metadata": {}}
-        self._items = list[dict[str, Any]]()  # all but the last are complete
+        self._items = list[dict[str, Any]]()  # only the last item can be incomplete
         self._num_events = 0
-        self._call = -1  # index of the text's call that the last item is
+        self._call = -1  # index of the newest call
         self._reason = "stop"
 
     def begin(self) -> list[dict[str, Any]]:
@@ -162,75 +167,77 @@ class ResponseForm:
 
     def take(self, _: int, piece: TextPiece) -> list[dict[str, Any]]:
         """Return the events of a piece."""
-        found = list[dict[str, Any]]()
+        events = list[dict[str, Any]]()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
             if text:
-                found += self._open(kind)
+                events += self._open(kind)
                 (part,) = self._items[-1]["content"]
                 part["text"] += text
-                found.append(self._event(f"response.{part['type']}.delta", content_index=0, delta=text, logprobs=[]))
+                events.append(self._event(f"response.{part['type']}.delta", content_index=0, delta=text, logprobs=[]))
         for call in piece.calls:
             if call.index != self._call:
                 self._call = call.index
-                found += self._open("function_call", call_id=call.id, name=call.name, arguments="")
+                events += self._open("function_call", call_id=call.id, name=call.name, arguments="")
             if call.arguments:
                 self._items[-1]["arguments"] += call.arguments
-                found.append(self._event("response.function_call_arguments.delta", delta=call.arguments))
+                events.append(self._event("response.function_call_arguments.delta", delta=call.arguments))
         self._reason = piece.finish_reason or self._reason
-        return found
+        return events
 
     def end(self, usage: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the events after the text; the last one has the whole response."""
         status = "incomplete" if self._reason == "length" else "completed"
-        found = self._close(status)
-        return [*found, self._whole_event(f"response.{status}", status, usage)]
+        events = self._close(status)
+        return [*events, self._whole_event(f"response.{status}", status, usage)]
 
     def whole(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole response."""
         response: dict[str, Any] = self.end(usage)[-1]["response"]
         return response
 
-    def _open(self, kind: str, **own: Any) -> list[dict[str, Any]]:
-        """Begin an item of a kind, unless the last item is of this kind and no call."""
+    def _open(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        """Begin an item, unless the last item has the same kind; each call has an item of its own."""
         if self._items and self._items[-1]["type"] == kind != "function_call":
             return []
-        found = self._close("completed")
-        item: dict[str, Any] = {"type": kind, "id": f"{kind}_{uuid.uuid4().hex}", "status": "in_progress", **own}
+        events = self._close("completed")
+        item: dict[str, Any] = {"type": kind, "id": f"{kind}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
         if kind == "message":
             item |= {"role": "assistant", "content": []}
         elif kind == "reasoning":
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        found.append(self._event("response.output_item.added", item=_copy(item)))
+        events.append(self._event("response.output_item.added", item=_copy(item)))
         if kind != "function_call":
             part = {"type": "output_text" if kind == "message" else "reasoning_text", "text": ""}
             item["content"] = [part | ({"annotations": []} if kind == "message" else {})]
-            found.append(self._event("response.content_part.added", content_index=0, part=dict(item["content"][0])))
-        return found
+            events.append(self._event("response.content_part.added", content_index=0, part=dict(item["content"][0])))
+        return events
 
     def _close(self, status: str) -> list[dict[str, Any]]:
         """End the last item."""
         if not self._items:
             return []
-        item, found = self._items[-1], list[dict[str, Any]]()
+        item, events = self._items[-1], list[dict[str, Any]]()
         item["status"] = status
         if item["type"] == "function_call":
-            own = {"arguments": item["arguments"], "name": item["name"]}
-            found.append(self._event("response.function_call_arguments.done", **own))
+            call = {"arguments": item["arguments"], "name": item["name"]}
+            events.append(self._event("response.function_call_arguments.done", **call))
         else:
             (part,) = item["content"]
             name = f"response.{part['type']}.done"
-            found.append(self._event(name, content_index=0, text=part["text"], logprobs=[]))
-            found.append(self._event("response.content_part.done", content_index=0, part=dict(part)))
-        return [*found, self._event("response.output_item.done", item=_copy(item))]
+            events.append(self._event(name, content_index=0, text=part["text"], logprobs=[]))
+            events.append(self._event("response.content_part.done", content_index=0, part=dict(part)))
+        return [*events, self._event("response.output_item.done", item=_copy(item))]
 
-    def _event(self, kind: str, **own: Any) -> dict[str, Any]:
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        if "item" in own:
-            del place["item_id"]
-        return self._numbered({"type": kind, **place, **own})
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the last item."""
+        position = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+        if "item" in fields:
+            del position["item_id"]
+        return self._numbered({"type": kind, **position, **fields})
 
     def _whole_event(self, kind: str, status: str, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return an event with the whole response so far."""
         response = {
             **self._fixed,
             "id": self._id,

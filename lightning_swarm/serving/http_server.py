@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from lightning_swarm.serving.grammar_masks import CompiledGrammar
 
 _HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its timeout
-_SPARE_CONNECTIONS: Final = 192  # connections beside one for each text and each waiting request
+_SPARE_CONNECTIONS: Final = 192  # connections in addition to one for each text and each waiting request
 _RETRY_S: Final = "10"  # seconds after which a refused client may try again
-_ARRIVED_S: Final = "swarm.arrived_s"  # entry of an ASGI scope
+_ARRIVED_S: Final = "swarm.arrived_s"  # entry of an ASGI scope: time at which the request arrived
 
 
 class TextEndpoint:
-    """Answers HTTP requests about served models: their texts, their list, their health."""
+    """Answers HTTP requests: for texts of the served models, for the list of models, for health and metrics."""
 
     def __init__(self, served: Sequence[ServedText], limits: QueueLimits = DEFAULT_LIMITS) -> None:
-        self._served = {one.name: one for one in served}
-        self._health: tuple[float, str] = (float("-inf"), "")  # time of the last check, and its problem
-        self._looking = asyncio.Lock()  # held during a health check
+        self._served = {model.name: model for model in served}
+        self._health: tuple[float, str] = (float("-inf"), "")  # time of the last check, and the problem that it found
+        self._checking_health = asyncio.Lock()  # held during a health check
         self._probe: TextWriter | None = None  # the text of the last health check
         self._limits = RequestLimits()
         self._queue = TextQueue(limits)
@@ -74,7 +74,7 @@ class TextEndpoint:
         }
         return Starlette(
             middleware=[
-                Middleware(_Counted, metrics=self._metrics, paths={*paths, *texts}),
+                Middleware(_CountingRequests, metrics=self._metrics, paths={*paths, *texts}),
                 Middleware(TrustedHostMiddleware, allowed_hosts=list(access.hosts), www_redirect=False),
                 *(origins if access.origins else []),
                 Middleware(Guarded, access=access),
@@ -87,8 +87,8 @@ class TextEndpoint:
             exception_handlers={
                 RequestError: self._answer_error,
                 HTTPException: self._answer_other,
-                ClientDisconnect: self._answer_nobody,
-                ClientGone: self._answer_nobody,
+                ClientDisconnect: self._answer_gone,
+                ClientGone: self._answer_gone,
                 Exception: self._answer_failure,
             },
         )
@@ -103,18 +103,18 @@ class TextEndpoint:
         message = f"{error.detail}: {request.method} {short(request.url.path)}"
         return _json(error_answer(message, error.status_code), error.status_code, error.headers)
 
-    async def _answer_nobody(self, _: Any, error: Exception) -> Any:
-        """Answer a client that left, only so that the server logs no failure of its own."""
+    async def _answer_gone(self, _: Any, error: Exception) -> Any:
+        """Answer a client that has left, so that the server does not log a failure."""
         from starlette.responses import Response
 
-        return Response(status_code=499)  # as nginx has it
+        return Response(status_code=499)  # as in nginx
 
     async def _answer_failure(self, _: Any, error: Exception) -> Any:
         return _json(error_answer(str(error), status_of(error)), status_of(error))
 
     async def _answer_health(self, _: Any) -> Any:
         """Report whether each model has just written a token."""
-        async with self._looking:  # simultaneous requests share one check
+        async with self._checking_health:  # simultaneous requests share one check
             if time.monotonic() >= self._health[0] + _HEALTH_S:
                 self._health = time.monotonic(), await self._problem()
         problem = self._health[1]
@@ -125,15 +125,15 @@ class TextEndpoint:
         import torch
 
         if self._probe is not None and not self._probe.is_done:
-            return f"{self._probe.served.name}: a token that was asked for before has not come yet"
+            return f"{self._probe.served.name}: the token of an earlier check has not come yet"
         for served in self._served.values():
             if served.parent is not None:
-                continue  # its servers are those of its model
-            given = {
+                continue  # an adapter has the servers of its model
+            encoded = {
                 "input_ids": torch.zeros(1, 1, dtype=torch.long),
                 "attention_mask": torch.ones(1, 1, dtype=torch.long),
             }
-            writer = self._probe = TextWriter(served, given, TextFields(temperature=0.0), num_new=1)
+            writer = self._probe = TextWriter(served, encoded, TextFields(temperature=0.0), num_new=1)
             try:
                 async with asyncio.timeout(_HEALTH_S):
                     async for _ in writer.pieces():
@@ -146,17 +146,17 @@ class TextEndpoint:
         return ""
 
     async def _answer_models(self, _: Any) -> Any:
-        return _json({"object": "list", "data": [_described(one) for one in self._served.values()]})
+        return _json({"object": "list", "data": [_description(served) for served in self._served.values()]})
 
     async def _answer_model(self, request: Any) -> Any:
-        return _json(_described(self._model(request.path_params["name"])))
+        return _json(_description(self._model(request.path_params["name"])))
 
     def _model(self, name: str) -> ServedText:
         if name in self._served:
             return self._served[name]
         raise RequestError(
             404,
-            f"there is no model {short(name)!r} here; there is {sorted(self._served)}",
+            f"there is no model {short(name)!r} here, only {sorted(self._served)}",
             code="model_not_found",
             param="model",
         )
@@ -173,41 +173,43 @@ class TextEndpoint:
         return HTMLResponse(text, headers=headers)
 
     async def _answer_completion(self, request: Any) -> Any:
-        with ExitStack() as held:
-            body = await self._limits.body(request, held)
-            asked = read(body, Completion)
-            served = self._model(asked.model)
-            given = [
+        with ExitStack() as resources:
+            body = await self._limits.body(request, resources)
+            fields = read(body, Completion)
+            served = self._model(fields.model)
+            prompts = [
                 await self._limits.tokenized(
-                    client_of(request), partial(tokens_of_prompt, served, asked, prompt), len(body)
+                    client_of(request), partial(tokens_of_prompt, served, fields, prompt), len(body)
                 )
-                for prompt in asked.prompts
+                for prompt in fields.prompts
             ]
-            grammar = await self._compiled(request, served, grammar_of(asked))
-            return await self._answer(request, asked, served, given, _TextKind(grammar=grammar), held)
+            grammar = await self._compiled(request, served, grammar_of(fields))
+            return await self._answer(request, fields, served, prompts, _SharedOptions(grammar=grammar), resources)
 
     async def _answer_chat(self, request: Any) -> Any:
-        with ExitStack() as held:
-            body = await self._limits.body(request, held)
-            return await self._chat(request, read(body, Chat), len(body), held)
+        with ExitStack() as resources:
+            body = await self._limits.body(request, resources)
+            return await self._chat(request, read(body, Chat), len(body), resources)
 
     async def _answer_response(self, request: Any) -> Any:
-        with ExitStack() as held:
-            body = await self._limits.body(request, held)
-            asked, echo = read_response(body)
-            return await self._chat(request, asked, len(body), held, ResponseForm(asked.model, echo))
+        with ExitStack() as resources:
+            body = await self._limits.body(request, resources)
+            fields, echo = read_response(body)
+            return await self._chat(request, fields, len(body), resources, ResponseForm(fields.model, echo))
 
-    async def _chat(self, request: Any, asked: Chat, num_bytes: int, held: ExitStack, form: Form | None = None) -> Any:
-        served = self._model(asked.model)
-        given = await self._limits.tokenized(client_of(request), partial(tokens_of_chat, served, asked), num_bytes)
-        answer = grammar_of(asked)
-        use = tool_use(served, asked, given.text, answer)
+    async def _chat(
+        self, request: Any, fields: Chat, num_bytes: int, resources: ExitStack, form: Form | None = None
+    ) -> Any:
+        served = self._model(fields.model)
+        prompt = await self._limits.tokenized(client_of(request), partial(tokens_of_chat, served, fields), num_bytes)
+        answer = grammar_of(fields)
+        use = tool_use(served, fields, prompt.text, answer)
         grammar = await self._compiled(request, served, answer if use is None else use.grammar)
-        kind = _TextKind(is_chat=True, grammar=grammar, use=use, form=form)
-        return await self._answer(request, asked, served, [given], kind, held)
+        shared = _SharedOptions(is_chat=True, grammar=grammar, use=use, form=form)
+        return await self._answer(request, fields, served, [prompt], shared, resources)
 
     async def _compiled(self, request: Any, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
-        """Compile a grammar before any token of its texts is computed. Raises RequestError if none can follow it."""
+        """Compile a grammar before any token is computed. Raises RequestError if texts cannot follow it."""
         if grammar is None:
             return None
         return await self._limits.compiled(client_of(request), lambda: served.grammars.compile(grammar))
@@ -215,66 +217,69 @@ class TextEndpoint:
     async def _answer(
         self,
         request: Any,
-        asked: TextFields,
+        fields: TextFields,
         served: ServedText,
-        given: Sequence[Prompt],
-        kind: _TextKind,
-        held: ExitStack,  # the share of memory of the request's body
+        prompts: Sequence[Prompt],
+        shared: _SharedOptions,
+        resources: ExitStack,  # holds the memory budget of the request's body
     ) -> Any:
-        """Write the texts of a request, `asked.n` for each prompt, and return the whole answer or a stream of it."""
+        """Write the texts of a request, `fields.n` for each prompt, and return the whole answer or a stream of it."""
         from lightning_swarm.serving.sampling import check_tokens
 
-        check_tokens(asked, served.model.config.get_text_config().vocab_size)
+        check_tokens(fields, served.model.config.get_text_config().vocab_size)
         client = client_of(request)
-        planned, num_new = _planned(client, asked, served, given, kind)
+        planned, num_new = _plan(client, fields, served, prompts, shared)
         queued = self._queue.enter(client, len(planned), num_new)
         arrived_s = request.scope[_ARRIVED_S]
-        texts = RequestTexts(planned, queued, self._metrics, served.name, arrived_s=arrived_s, held=held.pop_all())
-        form: Form = kind.form or AnswerForm(
+        texts = RequestTexts(
+            planned, queued, self._metrics, served.name, arrived_s=arrived_s, resources=resources.pop_all()
+        )
+        form: Form = shared.form or AnswerForm(
             served.name,
-            kind.is_chat,
+            shared.is_chat,
             len(planned),
-            has_scores=asked.num_logprobs is not None,
-            has_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+            has_scores=fields.num_logprobs is not None,
+            has_usage=fields.stream_options is not None and fields.stream_options.include_usage,
         )
         with ExitStack() as closing:
             closing.callback(texts.close)
-            if not asked.stream:
-                return _json(await unless_gone(request.receive, _whole(texts, form, asked.n)))
-            events = kept_alive(_events(texts, form, asked.n), lambda: "queued" if texts.is_waiting else "waiting")
+            if not fields.stream:
+                return _json(await unless_gone(request.receive, _whole(texts, form, fields.n)))
+            events = kept_alive(_events(texts, form, fields.n), lambda: "queued" if texts.is_waiting else "waiting")
             first = await unless_gone(request.receive, anext(events))
             return EventStream(first, events, closing.pop_all())
 
 
-def _planned(
-    client: str, asked: TextFields, served: ServedText, given: Sequence[Prompt], kind: _TextKind
+def _plan(
+    client: str, fields: TextFields, served: ServedText, prompts: Sequence[Prompt], shared: _SharedOptions
 ) -> tuple[list[PlannedText], int]:
-    """Plan all texts of a request; return them, and the most new tokens that one of them may have."""
+    """Plan all texts of a request; return them, and the maximum number of new tokens of the longest."""
     planned, longest = list[PlannedText](), 0
-    for one in given:
-        num_prompt = one.tokens["input_ids"].shape[1]
-        num_new = served.num_new(num_prompt, asked.num_tokens)
+    for prompt in prompts:
+        num_prompt = prompt.encoded["input_ids"].shape[1]
+        num_new = served.num_new(num_prompt, fields.num_tokens)
         longest = max(longest, num_new)
         scores = None
-        if asked.echo and asked.num_logprobs is not None:
+        if fields.echo and fields.num_logprobs is not None:
             served.check_scored(num_prompt)
-            scores = PromptScores(served, one.tokens, asked.num_logprobs)
-        make = partial(TextWriter, served, one.tokens, asked, num_new=num_new, prompt=one.text, grammar=kind.grammar)
-        make = partial(make, prompt_scores=scores, kept_tokens=kind.use.kept_tokens if kind.use else ())
-        make = partial(make, scope=(client, asked.cache_salt))
-        for choice in range(asked.n):
-            planned.append(PlannedText(partial(make, choice=choice), kind.use.new_reader() if kind.use else None))
+            scores = PromptScores(served, prompt.encoded, fields.num_logprobs)
+        make = partial(TextWriter, served, prompt.encoded, fields, num_new=num_new)
+        make = partial(make, prompt=prompt.text, grammar=shared.grammar)
+        make = partial(make, prompt_scores=scores, kept_tokens=shared.use.kept_tokens if shared.use else ())
+        make = partial(make, scope=(client, fields.cache_salt))
+        for choice in range(fields.n):
+            planned.append(PlannedText(partial(make, choice=choice), shared.use.new_reader() if shared.use else None))
     return planned, longest
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TextKind:
+class _SharedOptions:
     """The properties that all texts of a request share."""
 
     is_chat: bool = False
     grammar: CompiledGrammar | None = None
     use: ToolUse | None = None
-    form: Form | None = None  # None: that of completions and chats
+    form: Form | None = None  # None: the form of completions and chats
 
 
 async def _whole(texts: RequestTexts, form: Form, num_choices: int) -> dict[str, Any]:
@@ -286,7 +291,7 @@ async def _whole(texts: RequestTexts, form: Form, num_choices: int) -> dict[str,
 
 async def _events(texts: RequestTexts, form: Form, num_choices: int) -> AsyncGenerator[str]:
     """Yield texts as server-sent events."""
-    first = form.begin()  # sent with the first piece, so that an error before has a status of its own
+    first = form.begin()  # sent with the first piece, so that an earlier error can set the HTTP status
     async with aclosing(texts.pieces()) as pieces:
         async for index, piece in pieces:
             for content in (*first, *form.take(index, piece)):
@@ -304,14 +309,14 @@ def _json(content: dict[str, Any], status: int = 200, headers: Any = None) -> An
     return JSONResponse(content, status_code=status, headers=headers)
 
 
-def _described(served: ServedText) -> dict[str, Any]:
+def _description(served: ServedText) -> dict[str, Any]:
     length = {} if served.context is None else {"max_model_len": served.context}
-    own = {"id": served.name, "object": "model", "created": 0, "owned_by": "swarm", "parent": served.parent}
-    return own | length
+    model = {"id": served.name, "object": "model", "created": 0, "owned_by": "swarm", "parent": served.parent}
+    return model | length
 
 
-class _Counted:
-    """Counts requests, and adds an id to each answer, by which it can be found in logs, such as a proxy's."""
+class _CountingRequests:
+    """ASGI middleware that counts requests, and adds to each answer an id for logs, such as a proxy's."""
 
     def __init__(self, app: Any, metrics: EndpointMetrics, paths: Collection[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
@@ -320,20 +325,20 @@ class _Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number, status = f"req-{uuid.uuid4().hex}".encode(), 499
+        request_id, status = f"req-{uuid.uuid4().hex}".encode(), 499
         scope[_ARRIVED_S] = time.monotonic()
 
-        async def send_with_number(message: Any) -> None:
+        async def send_with_id(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", number)]}
+                message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", request_id)]}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_number)
+            await self._app(scope, receive, send_with_id)
         except Exception as error:
-            status = status_of(error)  # a middleware outside of this one sends it
+            status = status_of(error)  # an outer middleware answers with this status
             raise
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
@@ -365,7 +370,7 @@ def run(
 ) -> None:
     """Answer requests until the process is asked to end.
 
-    If only this machine reaches the endpoint, requests must address it by a name of this machine or an allowed name.
+    If `host` is local, requests must address the endpoint by a name of this machine or one of `allowed_hosts`.
     """
     require_packages()
     import uvicorn
@@ -374,6 +379,6 @@ def run(
 
     access = Access(keys, names_of(host, allowed_hosts), allowed_origins)
     app = TextEndpoint(served, limits).app(access)
-    most = limits.texts + limits.waiting + _SPARE_CONNECTIONS
-    # Without WebSockets, which no path has and whose connections would have no limit.
-    uvicorn.run(app, host=host, port=port, http=Connection, ws="none", log_level="warning", limit_concurrency=most)
+    limit = limits.texts + limits.waiting + _SPARE_CONNECTIONS
+    # WebSockets are off, because no path uses them and uvicorn does not limit their connections.
+    uvicorn.run(app, host=host, port=port, http=Connection, ws="none", log_level="warning", limit_concurrency=limit)

@@ -1,4 +1,4 @@
-"""Streams of server-sent events, which stay alive while a text waits, and end when the client leaves."""
+"""Streams of server-sent events, which are kept alive while a text waits, and end when the client leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from lightning_swarm.serving.http_answers import error_answer, status_of
 
 STREAM_STATUS: Final = "swarm.status"
-"""The entry of an ASGI scope with the status of a stream that failed after its beginning."""
+"""Entry of an ASGI scope: the status of a stream that failed after its beginning."""
 
 _KEEP_ALIVE_S: Final = 10.0  # longest pause in a stream, in seconds
 _EVENTS: Final = [
@@ -28,7 +28,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Callable[[], Any], work: Awaitable[_T]) -> _T:
-    """Return the result of some work. If the client leaves, cancel the work and raise ClientGone."""
+    """Return the result of `work`. If the client leaves, cancel it and raise ClientGone."""
 
     async def until_gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -42,53 +42,53 @@ async def unless_gone(receive: Callable[[], Any], work: Awaitable[_T]) -> _T:
         return await working
     finally:
         watching.cancel()
-        await _cancelled(working)
+        await _cancel(working)
 
 
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancel a task unless it is done, and wait for its end."""
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, unless it is done, and wait for its end."""
     task.cancel()
     await asyncio.wait([task])
     if not task.cancelled():
-        task.exception()  # marks it as seen
+        task.exception()  # marks the exception as retrieved
 
 
 def event(content: dict[str, Any]) -> str:
-    """Return an event with a JSON object, whose type, if it has one, is also the event's."""
-    kind = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{kind}data: {json.dumps(content)}\n\n"
+    """Return an event with a JSON object. If the object has a type, this is also the type of the event."""
+    type_line = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{type_line}data: {json.dumps(content)}\n\n"
 
 
 async def kept_alive(events: AsyncGenerator[str], comment: Callable[[], str]) -> AsyncGenerator[str]:
-    """Yield events, and in pauses comments, which clients ignore, so that no proxy takes the connection for dead."""
+    """Yield events, and in pauses comments, which clients ignore, so that no proxy closes an idle connection."""
     async with aclosing(events):
         while True:
-            coming = asyncio.ensure_future(anext(events, None))
+            upcoming = asyncio.ensure_future(anext(events, None))
             try:
-                while not (await asyncio.wait([coming], timeout=_KEEP_ALIVE_S))[0]:
+                while not (await asyncio.wait([upcoming], timeout=_KEEP_ALIVE_S))[0]:
                     yield f": {comment()}\n\n"
             finally:
-                await _cancelled(coming)
-            if (found := coming.result()) is None:
+                await _cancel(upcoming)
+            if (next_event := upcoming.result()) is None:
                 return
-            yield found
+            yield next_event
 
 
 class EventStream:
-    """An ASGI response of events. `held` is closed after it, even if the client leaves first.
+    """An ASGI response with a stream of events.
 
     Args:
-        first: The first event, which was awaited before the status is sent, so that early errors have their own.
+        first: The first event. It exists before the status is sent, so that an earlier error can set the status.
         events: The following events.
-        held: Resources of the stream.
+        resources: Closed at the end of the stream, even if the client leaves before.
     """
 
-    def __init__(self, first: str, events: AsyncGenerator[str], held: ExitStack) -> None:
-        self._first, self._events, self._held = first, events, held
+    def __init__(self, first: str, events: AsyncGenerator[str], resources: ExitStack) -> None:
+        self._first, self._events, self._resources = first, events, resources
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send the events."""
-        with self._held, suppress(ClientGone):
+        with self._resources, suppress(ClientGone):
             await unless_gone(receive, self._send(scope, send))
 
     async def _send(self, scope: Any, send: Any) -> None:
@@ -99,8 +99,8 @@ class EventStream:
         await send_body(self._first)
         async with aclosing(self._events):
             try:
-                async for one in self._events:
-                    await send_body(one)
+                async for following in self._events:
+                    await send_body(following)
             except Exception as error:  # noqa: BLE001 - the status was sent already
                 scope[STREAM_STATUS] = status_of(error)
                 await send_body(event(error_answer(str(error), status_of(error))))

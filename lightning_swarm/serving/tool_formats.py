@@ -16,9 +16,9 @@ _MAX_CALLS: Final = 32  # in one text
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The format of calls: marker, opening, calls with separators between them, closing.
+    """The format of a text's calls: marker, opening, calls with separators between them, closing.
 
-    A call is its head, the function's name, the middle, the arguments as JSON, and the tail.
+    Each call consists of head, the function's name, middle, the arguments as JSON, and tail.
     """
 
     signs: tuple[str, ...]  # strings that chat templates of the family contain
@@ -26,14 +26,14 @@ class CallFormat:
     head: str
     middle: str
     tail: str
-    marker: str = ""  # empty: a text that begins with a brace is a call
+    marker: str = ""  # empty: a text with calls begins with a brace
     opening: str = ""
-    separator: str = ""  # empty: a text has one call
+    separator: str = ""  # empty: a text has at most one call
     closing: str = ""
     prefix: str = ""  # special token that may precede the calls
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """Return the tokenizer's special tokens that occur in calls, which would be left out of texts otherwise."""
+        """Return the tokenizer's special tokens that occur in calls, which decoding must not leave out."""
         parts = (self.marker, self.opening, self.head, self.middle, self.tail, self.separator, self.closing)
         return {
             text: number
@@ -81,11 +81,11 @@ FORMATS: Final[Mapping[str, CallFormat]] = {
         separator="[TOOL_CALLS]",
     ),
 }
-"""The formats by name: Hermes and Qwen, Llama 3.1 to 3.3, Mistral to v7, Mistral from v13 on."""
+"""The formats by name: for Hermes and Qwen, Llama 3.1 to 3.3, Mistral up to v7, Mistral from v13 on."""
 
 
 def all_special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Return the tokens that decoding leaves out of texts, with their numbers."""
+    """Return the tokens that decoding may leave out of texts, with their numbers."""
     return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
@@ -98,58 +98,59 @@ def format_of(template: str) -> CallFormat | None:
     return None
 
 
-def grammar_with_calls(form: CallFormat, asked: Chat, special: Mapping[str, int], answer: Grammar | None) -> Grammar:
+def grammar_with_calls(form: CallFormat, fields: Chat, special: Mapping[str, int], answer: Grammar | None) -> Grammar:
     """Return the grammar of a text that may or must call tools.
 
     Args:
         form: The calls' format.
-        asked: The request.
+        fields: The request.
         special: The tokenizer's special tokens that occur in calls.
         answer: The grammar of a text without calls. None: any text.
     """
-    names = [tool.function.name for tool in asked.callable_tools]
-    arguments = [_arguments(tool) for tool in asked.callable_tools]
-    answer_rule = None if answer is None or asked.must_call else _rule_beside_calls(form, answer)
+    names = [tool.function.name for tool in fields.callable_tools]
+    arguments = [_arguments(tool) for tool in fields.callable_tools]
+    answer_rule = None if answer is None or fields.must_call else _rule_beside_calls(form, answer)
 
-    def text(token: Callable[[str], str]) -> str:
-        """Return the grammar's text; `token` returns the rule of a special token."""
+    def grammar_text(token: Callable[[str], str]) -> str:
+        """Return the whole grammar; `token` returns the rule of a special token."""
 
         def literal(text: str) -> str:
             parts = re.split("|".join(f"({re.escape(name)})" for name in special) or r"(?!)", text)
             return " ".join(token(part) if part in special else quoted(part) for part in parts if part) or '""'
 
-        is_many = form.separator and asked.may_call_many
-        more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if is_many else ""
+        may_repeat = form.separator and fields.may_call_many
+        more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if may_repeat else ""
         prefix = f"{token(form.prefix)}?" if form.prefix in special else ""
-        blank = '" "?' if form.opening else ""  # some of the family's tokenizers put a blank there
+        blank = '" "?' if form.opening else ""  # some tokenizers of the family insert a blank here
         calls = [
             f"call_{index}: {literal(form.head + name + form.middle)} {rule} {literal(form.tail)}"
             for index, (name, rule) in enumerate(zip(names, arguments, strict=True))
         ]
         lines = [
             "%llguidance {}",
-            *_start(form, asked, literal(form.marker), answer_rule, is_token=form.marker in special),
+            *_start(form, fields, literal(form.marker), answer_rule, is_token=form.marker in special),
             f"calls: {prefix} {blank} {literal(form.opening)} call {more} {literal(form.closing)}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(names)))}",
             *calls,
         ]
         return "\n".join(lines)
 
-    # `checked` stands in for `text` where the tokenizer lacks special tokens, so it has a string in their place.
-    return Grammar("tools", text=text(lambda name: f"<[{special[name]}]>"), checked=text(lambda _: '"<>"'))
+    # The tokenizer of `grammar_check` has no special tokens, so `checked` has a string in their place.
+    text, checked = grammar_text(lambda name: f"<[{special[name]}]>"), grammar_text(lambda _: '"<>"')
+    return Grammar("tools", text=text, checked=checked)
 
 
-def _start(form: CallFormat, asked: Chat, marker: str, answer: str | None, *, is_token: bool) -> list[str]:
+def _start(form: CallFormat, fields: Chat, marker: str, answer: str | None, *, is_token: bool) -> list[str]:
     """Return the rules of a text's beginning up to its calls.
 
     Args:
         form: The calls' format.
-        asked: The request.
+        fields: The request.
         marker: The marker's rule.
         answer: The rule of a text without calls. None: any text.
-        is_token: The marker is a special token.
+        is_token: Whether the marker is a special token.
     """
-    if asked.must_call:
+    if fields.must_call:
         return [f"start: {marker} calls"]
     if answer is not None:
         return [f"start: {marker} calls | answer", f"answer: {answer}"]
@@ -159,7 +160,7 @@ def _start(form: CallFormat, asked: Chat, marker: str, answer: str | None, *, is
         # Refuse a marker spelled in ordinary tokens, which would be read as the special token.
         spelled = rf"/(.|\n)*{re.escape(form.marker)}(.|\n)*/"
         return [f"start: TEXT ({marker} calls)?", rf"TEXT: /(.|\n)*/ & ~{spelled}"]
-    # a lazy rule, which ends with the first marker
+    # A lazy rule matches as little as possible, so it ends with the first marker.
     return ["start: begin calls | answer", f"begin[lazy]: TEXT {marker}", "answer: TEXT", r"TEXT: /(.|\n)*/"]
 
 
@@ -170,12 +171,12 @@ def _arguments(tool: Tool) -> str:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
     if schema.setdefault("type", "object") != "object":
         name = tool.function.name
-        raise RequestError(400, f"the parameters of {name!r} must be an object's schema", param="tools")
+        raise RequestError(400, f"the parameters of {name!r} must be the schema of an object", param="tools")
     return json_rule(schema, "tools", is_lenient=not tool.function.strict)
 
 
 def _rule_beside_calls(form: CallFormat, answer: Grammar) -> str:
-    """Return an answer's rule, if a reader can distinguish the answer from calls by its beginning."""
+    """Return the rule of an answer without calls; refuse an answer whose beginning does not differ from calls."""
     if answer.rule.startswith("%json") and form.marker:
         return answer.rule
     raise RequestError(

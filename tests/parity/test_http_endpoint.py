@@ -179,7 +179,7 @@ def test_prompts_of_tokens(served: ServedText) -> None:
     found = complete(served, [ids, served.tokenizer("dog").input_ids], max_tokens=8, temperature=0)
     assert [one.text for one in found.choices] == [text_of(served, num_tokens=8), text_of(served, "dog", 8)]
     assert complete(served, ids, max_tokens=8, temperature=0).choices[0].text == text_of(served, num_tokens=8)
-    with pytest.raises(openai.BadRequestError, match="tokens are below 29"):
+    with pytest.raises(openai.BadRequestError, match=r"tokens must be 0\.\.28"):
         complete(served, [29])
 
 
@@ -369,7 +369,7 @@ def test_the_key(served: ServedText) -> None:
     list_models: Any = lambda client: client.models.list()  # noqa: E731 - for both
     assert ask(served, list_models, keys=["k" * 16]).data[0].id == "tiny"
     assert ask(served, list_models, keys=["K" * 16, "k" * 16]).data[0].id == "tiny"
-    with pytest.raises(openai.AuthenticationError, match="with its API key"):
+    with pytest.raises(openai.AuthenticationError, match="requires its API key"):
         ask(served, list_models, keys=["K" * 16])
 
 

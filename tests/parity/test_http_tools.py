@@ -237,7 +237,7 @@ def test_errors_come_before_any_token(
 
 def test_a_template_without_tools(served: ServedText) -> None:
     plain = ServedText("tiny", served.model, bytes_tokenizer(template="{{ messages[0].content }}"))
-    with pytest.raises(openai.BadRequestError, match="the chat template of model 'tiny' shows it no tools"):
+    with pytest.raises(openai.BadRequestError, match="the chat template of model 'tiny' supports no tools"):
         ask(plain, lambda client: chat(client, tools=TOOLS))  # type: ignore[arg-type, return-value]
 
 

@@ -11,7 +11,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from lightning_swarm.serving.http_fields import MISSING, WITHOUT_EFFECT, Chat, Completion, RequestError, read
+from lightning_swarm.serving.http_fields import UNSUPPORTED, WITHOUT_EFFECT, Chat, Completion, RequestError, read
 
 OF_VLLM = [
     *("top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids", "include_stop_str_in_output"),
@@ -50,12 +50,12 @@ def asked(kind: Any, **fields: Any) -> Any:
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
 def test_each_field_is_honoured_or_refused(kind: Any, name: str) -> None:
     honoured = name in kind.__struct_fields__
-    assert honoured + (name in MISSING) + (name in WITHOUT_EFFECT) == 1
-    if name in MISSING:
+    assert honoured + (name in UNSUPPORTED) + (name in WITHOUT_EFFECT) == 1
+    if name in UNSUPPORTED:
         with pytest.raises(RequestError, match=rf"`{name}` is not supported here") as found:
             asked(kind, **{name: "something"})
         assert found.value.param == name
-        for value in MISSING[name]:
+        for value in UNSUPPORTED[name]:
             asked(kind, **{name: value})
     elif name in WITHOUT_EFFECT:
         asked(kind, **{name: "something"})
@@ -77,40 +77,40 @@ def test_the_page_names_each_field() -> None:
         (Completion, {"top_p": 0}, r"top_p"),
         (Completion, {"exact": 1}, "Expected `bool`"),
         (Completion, {"n": 17}, r"`n`|\.n"),
-        (Completion, {"n": 2, "best_of": 3}, "`best_of` must be `n`"),
-        (Completion, {"prompt": []}, "prompts that are not empty"),
-        (Completion, {"prompt": ["a", ""]}, "prompts that are not empty"),
-        (Completion, {"prompt": ["a"] * 3, "n": 11}, "for 1 to 32 texts, got 3 prompts for 11 texts each"),
-        (Completion, {"prompt": [1, "a"]}, "`prompt` is a text, a list of tokens"),
-        (Completion, {"prompt": [True]}, "`prompt` is a text, a list of tokens"),
-        (Completion, {"logit_bias": {"the": 1}}, "numbers of tokens as names"),
+        (Completion, {"n": 2, "best_of": 3}, "`best_of` must equal `n`"),
+        (Completion, {"prompt": []}, "non-empty prompts"),
+        (Completion, {"prompt": ["a", ""]}, "non-empty prompts"),
+        (Completion, {"prompt": ["a"] * 3, "n": 11}, "for 1 to 32 texts in all, got 3 prompts with 11 texts each"),
+        (Completion, {"prompt": [1, "a"]}, "`prompt` must be a text, a list of tokens"),
+        (Completion, {"prompt": [True]}, "`prompt` must be a text, a list of tokens"),
+        (Completion, {"logit_bias": {"the": 1}}, "must be token numbers"),
         (Completion, {"max_tokens": 0}, "must be at least 1"),
-        (Completion, {"stream_options": {"include_usage": True}}, "are for `stream`"),
+        (Completion, {"stream_options": {"include_usage": True}}, "need `stream`"),
         (Completion, {"stream": True, "stream_options": {"other": 1}}, "unknown field `other`"),
         (Completion, {"stop": ["a"] * 17}, "at most 16 texts"),
         (Completion, {"guided_json": {}}, "`guided_json` is not supported here, got {}: use `structured_outputs`"),
         (Completion, {"tools": []}, "no field `tools`"),
         (Completion, {"response_format": {"type": "json"}}, "Invalid enum value 'json'"),
-        (Completion, {"response_format": {"type": "json_schema"}}, "has a `json_schema`"),
+        (Completion, {"response_format": {"type": "json_schema"}}, "`json_schema` must be set"),
         (Completion, {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "field `schema`"),
         (Completion, {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "exactly one of `json`"),
         (Completion, {"structured_outputs": {"whitespace_pattern": "a"}}, "unknown field `whitespace_pattern`"),
         (Completion, {**JSON, "structured_outputs": {"regex": "a"}}, "excludes `structured_outputs`"),
-        (Completion, {**JSON, "min_tokens": 1}, "`min_tokens` cannot be kept in a text with a grammar"),
-        (Completion, {**JSON, "allowed_token_ids": [1]}, "`allowed_token_ids` cannot be kept"),
-        (Chat, {"tools": [TOOL], "min_tokens": 1}, "`min_tokens` cannot be kept in a text with a grammar or tools"),
+        (Completion, {**JSON, "min_tokens": 1}, "`min_tokens` cannot be combined with a grammar"),
+        (Completion, {**JSON, "allowed_token_ids": [1]}, "`allowed_token_ids` cannot be combined"),
+        (Chat, {"tools": [TOOL], "min_tokens": 1}, "`min_tokens` cannot be combined with a grammar or tools"),
         (Chat, {"tools": [TOOL, TOOL]}, "got 'f' twice"),
         (Chat, {"tools": [{"type": "custom"}]}, "Invalid enum value 'custom'"),
         (Chat, {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "matching regex"),
         (Chat, {"tools": [{"type": "function", "function": {"name": "f\n"}}]}, "matching regex"),
-        (Chat, {"tool_choice": "required"}, r"`tool_choice` asks for a function, and `tools` has \[\]"),
+        (Chat, {"tool_choice": "required"}, r"`tool_choice` asks for a function, but `tools` has only \[\]"),
         (Chat, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "asks for 'g'"),
         (Chat, {"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         (Chat, {"functions": [1]}, "use `tools` and `tool_choice`"),
-        (Chat, {"top_logprobs": 2}, "are for `logprobs`"),
-        (Chat, {"echo": True}, "is of completions"),
+        (Chat, {"top_logprobs": 2}, "need `logprobs`"),
+        (Chat, {"echo": True}, "is a field of completions"),
         (Chat, {"continue_final_message": True}, "needs `add_generation_prompt`"),
-        (Chat, {"chat_template_kwargs": {"tokenize": False}}, "no variable of a template"),
+        (Chat, {"chat_template_kwargs": {"tokenize": False}}, "must name variables of the template"),
         (Chat, {"messages": []}, "messages"),
     ],
 )

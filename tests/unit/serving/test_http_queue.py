@@ -78,7 +78,7 @@ def test_a_full_queue_refuses_the_client_that_fills_it() -> None:
     async def use() -> None:
         queue = TextQueue(QueueLimits(texts=1, waiting=4))
         tickets = [queue.enter("a", 1, SHORT) for _ in range(5)]
-        with pytest.raises(RequestError, match="4 requests wait already"):
+        with pytest.raises(RequestError, match="4 requests are waiting already"):
             queue.enter("a", 1, SHORT)
         tickets += [queue.enter(client, 1, SHORT) for client in "bc"]
         refused = [index for index, one in enumerate(tickets) if one.admitted.done() and one.admitted.exception()]
@@ -111,7 +111,7 @@ def test_a_request_whose_time_ends_as_it_is_admitted_stays_admitted() -> None:
 def test_more_texts_than_there_are_places_are_refused_at_once(number: int, tokens: int, most: int) -> None:
     async def use() -> None:
         queue = TextQueue(QueueLimits(texts=8))
-        with pytest.raises(RequestError, match=f"at most {most} texts in such a request, got {number}") as found:
+        with pytest.raises(RequestError, match=f"such a request must have at most {most} texts, got {number}") as found:
             queue.enter("", number, tokens)
         assert found.value.status == 400
         assert queue.enter("", most, tokens).admitted.done()
