@@ -68,7 +68,7 @@ class ModelDirectory:
             else:
                 announced[peer] = offer
         reached = await gather(self._connect(peer, offer) for peer, offer in announced.items())
-        self.offers = {peer: offer for (peer, offer), ok in zip(announced.items(), reached, strict=True) if ok}
+        self.offers = {peer: announced[peer] for peer, is_reached in zip(announced, reached, strict=True) if is_reached}
 
     async def keep_fresh(self) -> None:
         """Refresh periodically."""

@@ -59,7 +59,8 @@ class TextQueue:
         queued = QueuedRequest(self, next(self._numbers), client, num_texts, is_long=num_tokens > _SHORT_TOKENS)
         max_texts = min(self._max_texts(client), self._limits.max_share if queued.is_long else self._limits.texts)
         if num_texts > max_texts:
-            raise RequestError(400, f"such a request must have at most {max_texts} texts, got {num_texts}")
+            length = "long" if queued.is_long else "short"
+            raise RequestError(400, f"a request must have at most {max_texts} {length} texts, got {num_texts}")
         self._lines.setdefault(queued.line, deque()).append(queued)
         self._waiting[client] += 1
         self.admit()
@@ -71,8 +72,8 @@ class TextQueue:
         if queued.admitted.done():
             queued.admitted.result()  # raises the error if this request was refused
         else:
-            late = f"no place became free within {self._limits.wait_s:g} s"
-            queued.timer = asyncio.get_running_loop().call_later(self._limits.wait_s, queued.refuse, late)
+            reason = f"no place became free within {self._limits.wait_s:g} s"
+            queued.timer = asyncio.get_running_loop().call_later(self._limits.wait_s, queued.refuse, reason)
         return queued
 
     def admit(self) -> None:

@@ -122,18 +122,18 @@ def _add(item: Any, messages: list[dict[str, Any]]) -> None:
                 last["content"] = _plain(content)
             else:
                 messages.append({"role": _ROLES[role], "content": _plain(content)})
-        case "function_call", {"call_id": number, "name": name, "arguments": arguments, **rest} if not rest:
+        case "function_call", {"call_id": call_id, "name": name, "arguments": arguments, **rest} if not rest:
             if not last:
                 messages.append({"role": "assistant", "content": ""})
             function = {"name": name, "arguments": arguments}
-            messages[-1].setdefault("tool_calls", []).append({"id": number, "type": "function", "function": function})
-        case "function_call_output", {"call_id": number, "output": output, **rest} if not rest:
-            messages.append({"role": "tool", "tool_call_id": number, "content": _plain(output)})
+            messages[-1].setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+        case "function_call_output", {"call_id": call_id, "output": output, **rest} if not rest:
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": _plain(output)})
         case _:
             raise RequestError(
                 400,
-                "items of `input` are messages with a role and a content, reasoning in plain text, function calls with "
-                f"their call_id, name and arguments, and their outputs, got {short(item)}",
+                "items of `input` must be messages with a role and a content, reasoning in plain text, function calls "
+                f"with a call_id, name and arguments, or outputs of calls, got {short(item)}",
                 param="input",
             )
 

@@ -167,7 +167,7 @@ class TextScheduler:
         while self._waiting and (self._max_texts is None or self._num_texts < self._max_texts):
             self._num_texts += 1
             self._prompts.append(self._waiting.popleft())
-        # Large parts of exact texts may take minutes, so they are at most half of the concurrent parts.
+        # Parts of exact texts are large and may take minutes, so at most half as many of them are computed at a time.
         can_be_exact = self._feeding[True] < max_parts // 2
         text = next((text for text in self._prompts if can_be_exact or not text.is_exact), None)
         if text is None:

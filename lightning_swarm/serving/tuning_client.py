@@ -66,7 +66,7 @@ _Value: TypeAlias = tuple[serialization.Tree, Sequence[bool]]
 
 _RETRY_S: Final = 0.5  # pause before the next attempt if all servers are being avoided
 _AVOIDED_S: Final = 10.0  # seconds for which a failed server is avoided
-_MIN_PER_STAGE: Final = 2  # a call has between these many microbatches for each stage
+_MIN_PER_STAGE: Final = 2  # microbatches of a call for each stage
 _MAX_PER_STAGE: Final = 4
 _MIN_POSITIONS: Final = 128  # tokens in a microbatch if the batch has enough
 
@@ -235,7 +235,7 @@ class StageServers:
                     f"stage {stage} of the served model was not computed within {self._timeout:g} s: {problem}. Start "
                     "another server: `lightning-swarm serve --join ADDRESS`."
                 )
-            # Try the next server at once, unless it is being avoided, as then all are.
+            # Try the next server at once, but wait if it is being avoided, because then all servers are.
             following = self._choose(stage)
             is_free = following is not None and self._avoided_until_s.get(following, 0.0) <= now_s()
             await asyncio.sleep(0.0 if is_free else _RETRY_S)

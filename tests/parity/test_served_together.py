@@ -33,7 +33,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     """Return a function that serves a model; forwards with a cache raise `Caught`, or go on with `output`."""
     made = []
 
-    def generate(blocks: ServedBlocks, *call: Any) -> Any:
+    def call_with_cache(blocks: ServedBlocks, *call: Any) -> Any:
         output = vars(blocks).get("output")
         if output is None:
             raise Caught(*call)
@@ -44,7 +44,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         made.append(ServedSwarm(tmp_path, num_stages=num_stages))
         return made[-1]
 
-    monkeypatch.setattr(ServedBlocks, "generate", generate)
+    monkeypatch.setattr(ServedBlocks, "call_with_cache", call_with_cache)
     yield start
     for swarm in made:
         swarm.close()
