@@ -421,7 +421,7 @@ REFUSED = {
         lambda model: peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
         "got PREFIX_TUNING",
     ),
-    "a layer in a block": (lambda model: lora(model, modules_to_save=["up_proj"]), "must be LoRA's A and B"),
+    "a layer in a block": (lambda model: lora(model, modules_to_save=["up_proj"]), "only LoRA's A and B"),
     "a bias": (lambda model: lora(model, lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
     "weights that are elsewhere": (lambda model: _initialised(lora(model), "olora"), "init_lora_weights='olora'"),
     "another model": (lambda model: nn.Linear(2, 2), "must hold the served model"),

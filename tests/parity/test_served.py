@@ -373,7 +373,7 @@ def test_an_old_failure_replaces_no_server(serve: Callable[..., ServedSwarm]) ->
         assert torch.equal(stepping(remote, cache, tokens), stepping(model, plain, tokens))
     session = cache._swarm_handle.session
     old = SessionFailed(session=session.id, number=1, attempt=0, stage_index=1, kind="refused", reason="late")
-    session.take_failure(PeerId("a"), old)
+    session.accept_failure(PeerId("a"), old)
     assert torch.equal(stepping(remote, cache, PROMPTS), stepping(model, plain, PROMPTS))
     assert session._attempt == 0
 
@@ -397,7 +397,7 @@ def test_a_step_that_is_interrupted_leaves_no_cache_to_go_on_with(
         patched.setattr(CacheHandle, moment, interrupt)
         with pytest.raises(KeyboardInterrupt):
             stepping(remote, cache, PROMPTS)
-    with pytest.raises(ConfigError, match=r"of no use any more.*Begin with a new cache"):
+    with pytest.raises(ConfigError, match=r"cannot be used any more.*Begin with a new cache"):
         stepping(remote, cache, PROMPTS)
     stepping(remote, DynamicCache(), PROMPTS)
 

@@ -10,15 +10,15 @@ from lightning_swarm.client.inference.adapters import PackedAdapter
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.rpc import TUNE_ADAPTER
 
-_MAX_UPLOADS: Final = 256  # uploads that are remembered; a forgotten one may be sent again needlessly
+_MAX_UPLOADS: Final = 256  # remembered uploads; a forgotten adapter may be sent again needlessly
 
 
 class AdapterUploads:
-    """The uploads of one client."""
+    """Remembers one client's uploads, and shares each upload between its waiters."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._uploads: OrderedDict[tuple[PeerId, bytes], asyncio.Task[None]] = OrderedDict()  # the newest at the end
+        self._uploads: OrderedDict[tuple[PeerId, bytes], asyncio.Task[None]] = OrderedDict()  # last used at the end
 
     async def send(self, peer: PeerId, adapter: PackedAdapter, *, timeout: float, again: bool = False) -> None:
         """Send an adapter to a server unless it was sent before. Set `again` if the server has dropped it."""
@@ -26,14 +26,15 @@ class AdapterUploads:
         upload = self._uploads.get(key)
         if upload is None or (upload.done() and (again or upload.cancelled() or upload.exception() is not None)):
             upload = asyncio.ensure_future(self._send(peer, adapter, timeout))
-            upload.add_done_callback(lambda one: one.cancelled() or one.exception())  # there may be no waiter left
+            # Retrieves the error, because no waiter may be left.
+            upload.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._uploads[key] = upload
         self._uploads.move_to_end(key)
         if len(self._uploads) > _MAX_UPLOADS:
-            self._forget_one()
+            self._forget_oldest()
         await asyncio.shield(upload)
 
-    def _forget_one(self) -> None:
+    def _forget_oldest(self) -> None:
         """Forget the oldest finished upload."""
         oldest = next((key for key, task in self._uploads.items() if task.done()), None)
         if oldest is not None:

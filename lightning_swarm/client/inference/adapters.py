@@ -14,7 +14,7 @@ from lightning_swarm.model.fidelity.hooks import user_hook_names
 from lightning_swarm.model.inference.adapter_digest import adapter_digest
 from lightning_swarm.protocol.messages.tuning import AdapterUpload, Lora
 
-_WRAPPED: Final = "base_layer"  # peft's name of the layer that it puts an adapter around
+_WRAPPED: Final = "base_layer"  # peft's name for the layer inside an adapter
 _PEFT_KINDS: Final = ("LORA", "PROMPT_TUNING", "P_TUNING")
 
 
@@ -23,14 +23,14 @@ def check_kind(config: Any) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in _PEFT_KINDS:
         raise ConfigError(
-            f"a served model is tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or a head of "
-            "your own."
+            f"a served model can be tuned by LoRA, prompt tuning or p-tuning, got {kind}. Use one of these, or your "
+            "own head."
         )
     # Refused before peft uses the config, because peft imports the module that `megatron_config` names.
     if getattr(config, "megatron_config", None):
         raise ConfigError(
-            "a served model has no layers of Megatron, and the adapter's config has `megatron_config`. Take another "
-            "adapter, or save it without."
+            "a served model has no Megatron layers, got an adapter whose config has `megatron_config`. Use another "
+            "adapter, or save this one without that setting."
         )
 
 
@@ -44,12 +44,12 @@ class StageAdapter:
     """The active adapters in a stage's blocks."""
 
     loras: list[Lora] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)  # the client's A and B of each, alternating
+    tensors: list[Tensor] = field(default_factory=list)  # the client's A and B of each LoRA, alternating
     drops: bool = False  # dropout of adapters is on
 
     @property
     def is_trained(self) -> bool:
-        """Return whether any tensor needs a gradient."""
+        """Whether any tensor requires a gradient."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
@@ -62,52 +62,52 @@ class FoundAdapters:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no stage has an adapter."""
+        """Whether no stage has an adapter."""
         return not any(stage.loras for stage in self.stages)
 
     @property
     def is_trained(self) -> bool:
-        """Return whether any adapter needs a gradient."""
+        """Whether any adapter requires a gradient."""
         return any(stage.is_trained for stage in self.stages)
 
     @property
     def wants_grad(self) -> bool:
-        """Return whether a forward computed now leads to a gradient of an adapter."""
+        """Whether a forward computed now can lead to a gradient of an adapter."""
         return torch.is_grad_enabled() and self.is_trained
 
 
 def find_adapters(blocks: Sequence[nn.Module], ranges: Sequence[range]) -> FoundAdapters:
     """Return the adapters of each stage. Raise `ConfigError` if anything else in the blocks would train."""
-    found, modes = [], set[bool]()
+    stages, modes = [], set[bool]()
     for blocks_of_stage in ranges:
         stage, drops = StageAdapter(), set[bool]()
         for number in blocks_of_stage:
-            _find(blocks[number], number, stage, drops, modes)
+            _add_adapters(blocks[number], number, stage, drops, modes)
         if len(drops) > 1:
             raise ConfigError(
-                "the dropouts of a stage's adapters must be all in train mode or all in eval mode, got some of each in "
+                "the dropouts of a stage's adapters must be all in train mode or all in eval mode, got both in "
                 f"the blocks {blocks_of_stage.start} to {blocks_of_stage.stop - 1}. Call `train()` or `eval()` of the "
                 "whole model."
             )
         stage.drops = True in drops
-        found.append(stage)
+        stages.append(stage)
     if len(modes) > 1:
         raise ConfigError(
-            "the blocks of a served model must be all in train mode or all in eval mode, got some of each. Call "
+            "the blocks of a served model must be all in train mode or all in eval mode, got both. Call "
             "`train()` or `eval()` of the whole model."
         )
-    return FoundAdapters(found, trains=True in modes)
+    return FoundAdapters(stages, trains=True in modes)
 
 
-def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], modes: set[bool]) -> None:
-    """Add the adapters of block `number` to the stage's, and the modes of dropouts and of other modules to the sets.
+def _add_adapters(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], modes: set[bool]) -> None:
+    """Add a block's adapters to its stage, the modes of its dropouts to `drops`, and of its other modules to `modes`.
 
-    Refuse adapters, hooks and weights with which the servers would not compute.
+    Refuse adapters, hooks and changed weights that servers do not support.
     """
     sent: set[int] = set()  # ids of the adapters' parameters
     for name, layer in block.named_modules():
         if name and (hooks := user_hook_names(layer)):  # peft adds such hooks for `adapter_names`
-            _refuse(f"{name!r} of block {number}", f"a forward hook, which is not called here: {hooks[0]}")
+            _refuse(f"{name!r} of block {number}", f"a forward hook, which would not be called: {hooks[0]}")
         if not hasattr(layer, _WRAPPED):
             if not is_of_adapter(name):
                 modes.add(layer.training)
@@ -139,7 +139,7 @@ def _find(block: nn.Module, number: int, stage: StageAdapter, drops: set[bool], 
     for name, parameter in block.named_parameters():
         if parameter.requires_grad and id(parameter) not in sent:
             _refuse(f"{name!r} of block {number}", "a parameter that trains")
-        # Weights of blocks are placeholders, expanded from one number; a written one has memory for each number.
+        # Weights of blocks are placeholders, expanded from one number; a written weight has memory for each element.
         if not is_of_adapter(name) and parameter.numel() > 1 and any(parameter.stride()):
             _refuse(f"{name!r} of block {number}", "a weight that was written here, as by merging")
 
@@ -159,12 +159,12 @@ def names_of(adapters: Sequence[PackedAdapter | None]) -> list[bytes | None]:
 
 
 class AdapterPacker:
-    """Packs adapters, and keeps the result as long as their values stay the same."""
+    """Packs adapters, and keeps each packed adapter while its values stay the same."""
 
     def __init__(self, model: str) -> None:
         self._model = model
-        # stage -> (layers, copies of the tensors on their devices, packed adapter). Read for each token of a text,
-        # so it must be cheap.
+        # stage -> (layers, copies of the tensors on their devices, packed adapter). Compared for each token of a text,
+        # so the comparison must be cheap.
         self._known: dict[int, tuple[list[Lora], Sequence[Tensor], PackedAdapter]] = {}
 
     def packed(self, stage: int, adapter: StageAdapter) -> PackedAdapter | None:
@@ -172,7 +172,7 @@ class AdapterPacker:
         if not adapter.loras:
             return None
         loras, copies, known = self._known.get(stage, (None, (), None))
-        # Compares values, because fused optimizers and writes to `data` raise no tensor's version.
+        # Compares values, because fused optimizers and writes to `data` do not raise a tensor's version.
         if known is not None and loras == adapter.loras and all(map(_is_same, adapter.tensors, copies)):
             return known
         # Copied, because a repeated call needs the values of its forward.
@@ -200,7 +200,7 @@ def _kind_of(layer: Any, active: str) -> str:
 
 def _refuse(where: str, kind: str) -> NoReturn:
     raise ConfigError(
-        f"what trains in the blocks of a served model must be LoRA's A and B of linear layers, got {kind}: {where}. "
-        "Leave out `use_dora`, `lora_bias`, `modules_to_save` and `bias` for layers in blocks, and IA3 and other "
-        "adapters; prompt tuning, p-tuning and a head of your own work, because they are around the blocks."
+        f"in the blocks of a served model only LoRA's A and B of linear layers can train, got {kind}: {where}. Do not "
+        "use `use_dora`, `lora_bias`, `modules_to_save` or `bias` for layers in blocks, nor IA3 and other adapters. "
+        "Prompt tuning, p-tuning and your own head work, because they are outside of the blocks."
     )

@@ -39,16 +39,16 @@ class TextStep:
 
     hidden: Any  # ``[rows, tokens, ...]``
     extras: dict[str, Any]  # the blocks' other arguments
-    cache: Any  # the forward's own
+    cache: Any  # the user's cache object
     weights: SessionWeights
     modes: Sequence[ComputeMode]  # one for each stage
     adapters: Sequence[PackedAdapter | None] = ()  # one for each stage; empty: none
     drops: Sequence[bool] = ()  # one for each stage: its adapter's dropout is on; empty: all off
-    exact: bool = False  # see `InferenceSession`; the text's first step counts
+    exact: bool = False  # see `InferenceSession`; used in the text's first step
 
 
 class Delayed(Exception):
-    """A step waits for other servers, while the steps of other texts are done. `wait` waits for its output."""
+    """A step's servers are being replaced, while other texts' steps are done. `wait` returns its output later."""
 
     def __init__(self, wait: Callable[[], Any]) -> None:
         super().__init__("a step is delayed")
@@ -57,7 +57,7 @@ class Delayed(Exception):
 
 @dataclass(frozen=True, eq=False)
 class SentStep:
-    """A step under way."""
+    """A step that was sent, and whose output was not received yet."""
 
     session: InferenceSession
     number: int
@@ -66,7 +66,7 @@ class SentStep:
 
     @property
     def has_come(self) -> bool:
-        """Whether its result is here."""
+        """Whether the result has arrived."""
         return self.session.has_result(self.number)
 
 
@@ -80,35 +80,35 @@ class SessionForwards:
         self._codec, self._device = codec, device  # codec of tensors in transit; device of outputs
         self._num_blocks = num_blocks
         self._sessions: InferenceSessions | None = None  # created with the first session
-        self._calls: tuple[Any, str] = (None, "")  # the newest step's calls of blocks, and their text
+        self._calls: tuple[Any, str] = (None, "")  # (block calls of the newest step, the same as text)
 
     def step(self, step: TextStep) -> Any:
         """Compute the next tokens of a text, and return the blocks' output."""
-        (found,) = self.step_many([step])
-        if isinstance(found, Exception):
-            raise found
-        return found
+        (output,) = self.step_many([step])
+        if isinstance(output, Exception):
+            raise output
+        return output
 
     def send(self, step: TextStep) -> SentStep:
-        """Send the next tokens of a text, perhaps behind others under way. The length of its cache does not grow."""
-        session, own = self._begun(step)
+        """Send a text's next tokens, even while earlier steps are under way. The cache's length does not change."""
+        session, session_input = self._prepare(step)
 
         async def begin() -> int:
-            return session.begin(own)
+            return session.begin(session_input)
 
         handle = CacheHandle.bound_to(step.cache)
-        sent = SentStep(session, self._runtime.run(begin()), step.cache, handle.length + own.num_tokens)
+        sent = SentStep(session, self._runtime.run(begin()), step.cache, handle.length + session_input.num_tokens)
         handle.in_step = False
         return sent
 
     def receive(self, sent: SentStep) -> Any:
-        """Wait for the output of a step that was sent; steps before it cannot be received any more."""
+        """Wait for the output of a sent step, after which earlier steps cannot be received any more."""
         handle = CacheHandle.bound_to(sent.cache)
         handle.in_step = True
-        found = self._runtime.run(sent.session.result(sent.number))
-        _check_length(sent.cache, found.length, sent.length)
+        result = self._runtime.run(sent.session.result(sent.number))
+        _check_length(sent.cache, result.length, sent.length)
         handle.in_step = False
-        return self._received(found.output, sent.cache)
+        return self._decode(result.output, sent.cache)
 
     def grow(self, cache: Any, length: int) -> None:
         """Extend the lengths of a text's cache by tokens of one row that the servers have or will have."""
@@ -116,62 +116,62 @@ class SessionForwards:
 
     @contextlib.contextmanager
     def growing(self, cache: Any, length: int) -> Iterator[None]:
-        """Inside, a text's cache counts so many tokens more, which were sent."""
-        handle, put_back = CacheHandle.bound_to(cache), restorer_of(cache)
-        before = handle.length
+        """Within this context, a text's cache is longer by `length` tokens, which were sent but not received."""
+        handle, restore = CacheHandle.bound_to(cache), restorer_of(cache)
+        former = handle.length
         try:
             if length:
                 self.grow(cache, length)
             yield
         finally:
-            put_back()
-            handle.length = before
+            restore()
+            handle.length = former
 
     def step_many(self, steps: Sequence[TextStep]) -> list[Any]:
         """Compute the next tokens of texts with different caches; return each text's output, or its error.
 
-        The steps go to servers together as far as the texts' routes agree. A text that needs other servers is `Delayed`
-        if another text's step is done meanwhile.
+        The steps go to servers together as far as the texts' routes agree. A text whose servers are being replaced gets
+        the error `Delayed` if another text's step is done meanwhile.
         """
-        found = [_caught(self._begun, step) for step in steps]
-        begun = [one for one in found if not isinstance(one, Exception)]
-        tasks = iter(self._runtime.run(_stepped(begun)) if begun else ())
+        prepared = [_result_or_error(self._prepare, step) for step in steps]
+        valid = [pair for pair in prepared if not isinstance(pair, Exception)]
+        tasks = iter(self._runtime.run(_run_steps(valid)) if valid else ())
 
-        def ended(step: TextStep) -> Any:
+        def finish(step: TextStep) -> Any:
             task = next(tasks)
             if task.done():
-                return _caught(lambda: self._end(step, task.result()))
+                return _result_or_error(lambda: self._end(step, task.result()))
 
             async def result() -> SessionResult:
                 return await task
 
             return Delayed(lambda: self._end(step, self._runtime.run(result())))
 
-        pairs = zip(steps, found, strict=True)
-        return [one if isinstance(one, Exception) else ended(step) for step, one in pairs]
+        pairs = zip(steps, prepared, strict=True)
+        return [pair if isinstance(pair, Exception) else finish(step) for step, pair in pairs]
 
-    def _begun(self, step: TextStep) -> tuple[InferenceSession, SessionInput]:
-        """Return a step's session, which the text's first step opens, and its input."""
+    def _prepare(self, step: TextStep) -> tuple[InferenceSession, SessionInput]:
+        """Return a step's session, opened if it is the text's first step, and the step's input."""
         handle = CacheHandle.of(step.cache)
         session = self._session_of(step, handle)
         handle.in_step = True  # stays set if the step fails or is interrupted
         return session, self._session_input(step.hidden, step.extras, handle, step.modes, step.drops)
 
-    def _end(self, step: TextStep, found: SessionResult) -> Any:
+    def _end(self, step: TextStep, result: SessionResult) -> Any:
         """Return a step's output, and extend the lengths of its cache."""
         cache, (rows, length) = step.cache, serialization.leaves(step.hidden)[0].shape[:2]
-        handle, output = CacheHandle.bound_to(cache), self._received(found.output, cache)
+        handle, output = CacheHandle.bound_to(cache), self._decode(result.output, cache)
         handle.grow(cache, rows=rows, length=length, num_layers=self._num_blocks)
-        _check_length(cache, found.length, handle.length)
+        _check_length(cache, result.length, handle.length)
         handle.in_step = False
         return output
 
     def recorded(self, hidden: Any, extras: dict[str, Any], cache: Any, modes: Sequence[ComputeMode]) -> SessionInput:
-        """Return the input of a text's next step, which is not computed. The cache is of no further use for texts."""
+        """Return the input of a text's next step without computing the step. The cache then serves no text any more."""
         handle = CacheHandle.of(cache)
-        found = self._session_input(hidden, extras, handle, modes)
-        handle.grow(cache, rows=found.num_rows, length=found.num_tokens, num_layers=self._num_blocks)
-        return found
+        step = self._session_input(hidden, extras, handle, modes)
+        handle.grow(cache, rows=step.num_rows, length=step.num_tokens, num_layers=self._num_blocks)
+        return step
 
     def branched(
         self,
@@ -183,13 +183,13 @@ class SessionForwards:
         source: InferenceSession | None,
         exact: bool,
     ) -> tuple[Any, int] | None:
-        """Return a cache that begins with the first of these steps, and their number of tokens, if servers keep them.
+        """Return a cache that begins with the longest prefix of `steps` that servers keep, and its number of tokens.
 
-        See `prefixes.branch` for `source`. None: they keep none.
+        None if servers keep no prefix. See `prefixes.branch` for `source`.
         """
 
         async def open_branch() -> InferenceSession | None:
-            sessions = self._opened()
+            sessions = self._get_sessions()
             session = sessions.open(recipe, weights, adapters, exact=exact, prefix=steps)
             if await branch(session, self._routes, source):
                 return session
@@ -202,12 +202,12 @@ class SessionForwards:
         cache = build(recipe)
         handle = CacheHandle.of(cache)
         self._bind(session, cache, handle)
-        length = sum(one.num_tokens for one in session.log)
+        length = sum(step.num_tokens for step in session.log)
         self.grow(cache, length)
         return cache, length
 
     def _bind(self, session: InferenceSession, cache: Any, handle: CacheHandle) -> None:
-        """End a session as soon as its cache is of no use any more."""
+        """Bind a session to a cache, and close it once the cache is garbage-collected."""
         handle.session = session
         weakref.finalize(cache, self._close, session).atexit = False
 
@@ -218,14 +218,14 @@ class SessionForwards:
         session_input = self._session_input(hidden, extras, None, modes)
 
         async def compute() -> SessionResult:
-            sessions = self._opened()
+            sessions = self._get_sessions()
             session = sessions.open(None, weights)
             try:
                 return await session.step(session_input)
             finally:
                 sessions.close_soon(session)
 
-        return self._received(self._runtime.run(compute()).output, None)
+        return self._decode(self._runtime.run(compute()).output, None)
 
     def _session_input(
         self,
@@ -240,63 +240,63 @@ class SessionForwards:
             tensor.requires_grad for tensor in serialization.flatten((hidden, extras))[1]
         ):
             raise ConfigError(
-                "text is generated without gradients, got blocks with a cache whose input requires one. Generate under "
-                "`torch.no_grad()`; to train something before the blocks, do without a cache, by `use_cache=False` in "
-                "a Hugging Face model's config."
+                "text is generated without gradients, got blocks with a cache and an input that requires a gradient. "
+                "Generate under `torch.no_grad()`; to train layers before the blocks, use no cache, by "
+                "`use_cache=False` in a Hugging Face model's config."
             )
         with _any_thread():
             # Copied, because a step may be sent again, and the forward may overwrite its arguments.
             return SessionInput(
                 hidden=on_cpu(encoded(hidden, self._codec), copy=True),
-                extras=on_cpu(self._packed(extras), copy=True),
+                extras=on_cpu(self._pack_calls(extras), copy=True),
                 operations=[] if handle is None else handle.take_operations(),
                 modes=modes,
                 drops=drops,
             )
 
-    def _packed(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """Return extras with the blocks' calls as text; most steps have the same."""
+    def _pack_calls(self, extras: dict[str, Any]) -> dict[str, Any]:
+        """Return extras with the blocks' calls as text, which is kept, because most steps have equal calls."""
         calls = extras.get(CALLS)
         if calls is None:
             return extras
-        before, text = self._calls
-        if calls != before:
+        newest, text = self._calls
+        if calls != newest:
             self._calls = calls, (text := packed_calls(calls))
         return {**extras, CALLS: text}
 
-    def _received(self, found: serialization.Tree, cache: Any) -> Any:
+    def _decode(self, output: serialization.Tree, cache: Any) -> Any:
         """Decode an output, in which `cache` takes the place of the servers' cache."""
         with _any_thread():
-            return with_cache(decoded(on_cpu(found, copy=True), self._codec, self._device), cache)
+            return with_cache(decoded(on_cpu(output, copy=True), self._codec, self._device), cache)
 
     def _session_of(self, step: TextStep, handle: CacheHandle) -> InferenceSession:
-        """Return the session of a cache; its first step opens one."""
+        """Return the session of a step's cache; the cache's first step opens one."""
         session: InferenceSession | None = handle.session
         if session is None:
             session = self._runtime.run(self._open(step, handle))
             self._bind(session, step.cache, handle)
         if handle.in_step:
             raise ConfigError(
-                "a cache is of no use any more once a step of its text has failed. Begin with a new cache."
+                "a cache cannot be used any more after a step of its text has failed. Begin with a new cache."
             )
         if session.weights != step.weights or self._sessions is None or not self._sessions.has(session):
             raise ConfigError(
-                f"a text is generated with the same weights from beginning to end: this cache is of {session.weights}, "
-                f"and the run is at {step.weights}. Begin with a new cache."
+                "a text must be generated with the same weights from beginning to end: this cache belongs to "
+                f"{session.weights}, and the run is at {step.weights}. Begin with a new cache."
             )
         if names_of(session.adapters) != names_of(step.adapters):
             raise ConfigError(
-                "a text is generated with the same adapter from beginning to end: since this cache was begun, the "
-                "adapter has trained, or another one is active. Begin with a new cache."
+                "a text must be generated with the same adapter from beginning to end: since the first step with this "
+                "cache, the adapter has changed, or another adapter is active. Begin with a new cache."
             )
         return session
 
     async def _open(self, step: TextStep, handle: CacheHandle) -> InferenceSession:
         """On the loop: open a session for a cache."""
-        return self._opened().open(handle.recipe, step.weights, step.adapters, exact=step.exact)
+        return self._get_sessions().open(handle.recipe, step.weights, step.adapters, exact=step.exact)
 
-    def _opened(self) -> InferenceSessions:
-        """On the loop: return the client's sessions, which receive messages from the first call on."""
+    def _get_sessions(self) -> InferenceSessions:
+        """On the loop: return the client's sessions; the first call creates them, and registers their handlers."""
         if self._sessions is None:
             self._sessions = InferenceSessions(self._routes)
         return self._sessions
@@ -308,22 +308,22 @@ class SessionForwards:
             self._runtime.post(lambda: sessions.close_soon(session))
 
 
-async def _stepped(begun: Sequence[tuple[InferenceSession, SessionInput]]) -> list[asyncio.Task[SessionResult]]:
-    """Begin steps; return when all are done, or all that are not done are delayed and another one is done."""
+async def _run_steps(steps: Sequence[tuple[InferenceSession, SessionInput]]) -> list[asyncio.Task[SessionResult]]:
+    """Begin steps; return when all are done, or when some are done and all the rest are delayed."""
     changed = asyncio.Event()
 
-    def noticed(task: asyncio.Task[SessionResult]) -> None:
+    def on_done(task: asyncio.Task[SessionResult]) -> None:
         changed.set()
         if not task.cancelled():
-            task.exception()  # marks it as seen, because a text that has ended does not wait for it
+            task.exception()  # marks it as retrieved, because a text that has ended does not wait for it
 
-    tasks = [asyncio.ensure_future(session.step(own)) for session, own in begun]
+    tasks = [asyncio.ensure_future(session.step(session_input)) for session, session_input in steps]
     try:
-        for task, (session, _) in zip(tasks, begun, strict=True):
+        for task, (session, _) in zip(tasks, steps, strict=True):
             session.on_delay = changed.set
-            task.add_done_callback(noticed)
-        while left := [session for task, (session, _) in zip(tasks, begun, strict=True) if not task.done()]:
-            if len(left) < len(tasks) and all(session.is_delayed for session in left):
+            task.add_done_callback(on_done)
+        while unfinished := [session for task, (session, _) in zip(tasks, steps, strict=True) if not task.done()]:
+            if len(unfinished) < len(tasks) and all(session.is_delayed for session in unfinished):
                 break
             changed.clear()
             await changed.wait()
@@ -334,16 +334,16 @@ async def _stepped(begun: Sequence[tuple[InferenceSession, SessionInput]]) -> li
     return tasks
 
 
-def _check_length(cache: Any, found: int | None, length: int) -> None:
-    """Refuse a cache whose number of tokens at the servers is another one than here."""
-    if found != length:
+def _check_length(cache: Any, server_length: int | None, length: int) -> None:
+    """Refuse a cache that has another number of tokens at the servers than here."""
+    if server_length != length:
         raise ConfigError(
-            f"a cache on servers must grow as on one machine: it has {length} tokens here, and there {found}. This "
-            f"{type(cache).__name__} cannot be used in a swarm: pass `use_cache=False`."
+            f"a cache on servers must grow as on one machine, got {length} tokens here and {server_length} on a "
+            f"server. This {type(cache).__name__} cannot be used in a swarm: pass `use_cache=False`."
         )
 
 
-def _caught(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
+def _result_or_error(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
     try:
         return function(*arguments)
     except Exception as error:  # noqa: BLE001 - it concerns one text of several
@@ -352,6 +352,6 @@ def _caught(function: Callable[..., _T], *arguments: Any) -> _T | Exception:
 
 @contextlib.contextmanager
 def _any_thread() -> Iterator[None]:
-    """Inside, make tensors without gradients that other threads can use."""
+    """Within this context, make tensors without gradients that other threads can use."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""Texts of this client whose beginnings servers may keep; finds the longest for a prompt, and asks the servers."""
+"""Finds the longest prefix of a prompt that servers may keep from earlier texts, and begins a session with it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_swarm.protocol import rpc, serialization
 from lightning_swarm.protocol.messages.inference import MAX_PREFIXES, SessionBranch
 
 MIN_TOKENS: Final = 64
-"""Fewest tokens of a prefix: asking for a shorter one may take as long as to compute it."""
+"""Fewest tokens of a prefix: asking for a shorter prefix may take as long as computing it."""
 
-_MAX_BYTES: Final = 256 << 20  # of the steps of all texts
+_MAX_BYTES: Final = 256 << 20  # bytes of the steps of all texts
 _MAX_TEXTS: Final = 1024
 _PARTS: Final = range(1, MAX_PREFIXES + 1)
-_ASKING_S: Final = 5.0  # then the text is sent whole
+_BRANCH_TIMEOUT_S: Final = 5.0  # without an answer by then, the text is sent whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,45 +34,46 @@ class KeptText:
     """A text whose steps the servers keep when its session ends."""
 
     tokens: Tensor  # [tokens], int64, on the CPU
-    scope: Hashable
+    scope: Hashable  # only texts of the same scope may begin with this text
     session: InferenceSession
-    ends: Sequence[int]  # tokens after each step
-    num_bytes: int  # of the steps
+    ends: Sequence[int]  # length after each step, in tokens
+    num_bytes: int  # bytes of the steps
 
 
 class KeptTexts:
-    """This client's newest texts, with the steps of their sessions. Any thread may use them."""
+    """This client's recent texts, with the steps of their sessions. Safe from any thread."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES, min_tokens: int = MIN_TOKENS) -> None:
         self._max_bytes, self.min_tokens = max_bytes, min_tokens
-        self._texts: OrderedDict[str, KeptText] = OrderedDict()  # session -> text, least recently used first
+        self._texts: OrderedDict[str, KeptText] = OrderedDict()  # session id -> text, least recently used first
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def keep(self, session: InferenceSession, tokens: Tensor, scope: Hashable = "") -> None:
-        """Keep a text of one row; texts that draw random numbers or change their cache otherwise are not kept."""
-        ends = [*itertools.accumulate(one.num_tokens for one in session.log)]
+        """Keep a text, unless it has several rows, draws random numbers, or changes its cache by other operations."""
+        ends = [*itertools.accumulate(step.num_tokens for step in session.log)]
         if not ends or not self.min_tokens <= ends[-1] <= len(tokens) or session.recipe is None:
             return
-        if any(one.num_rows != 1 or one.operations or one.draws for one in session.log):
+        if any(step.num_rows != 1 or step.operations or step.draws for step in session.log):
             return
-        size = sum(t.nbytes for one in session.log for t in serialization.flatten((one.hidden, one.extras))[1])
+        tensors = [tensor for step in session.log for tensor in serialization.flatten((step.hidden, step.extras))[1]]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
         with self._lock:
             self._forget(session.id)
             if all(layer.kind == "full" for layer in session.recipe.layers or ()):
-                self._drop_begun_by(session)
-            self._texts[session.id] = KeptText(tokens[: ends[-1]].cpu().clone(), scope, session, ends, size)
-            self._num_bytes += size
+                self._drop_prefixes_of(session)
+            self._texts[session.id] = KeptText(tokens[: ends[-1]].cpu().clone(), scope, session, ends, num_bytes)
+            self._num_bytes += num_bytes
             session.is_kept = True
             while self._num_bytes > self._max_bytes or len(self._texts) > _MAX_TEXTS:
                 self._forget(next(iter(self._texts)))
 
-    def _forget(self, session: str) -> None:
-        if session in self._texts:
-            self._num_bytes -= self._texts.pop(session).num_bytes
+    def _forget(self, session_id: str) -> None:
+        if session_id in self._texts:
+            self._num_bytes -= self._texts.pop(session_id).num_bytes
 
-    def _drop_begun_by(self, session: InferenceSession) -> None:
-        """Drop texts all of whose steps are the first steps of a session, too, as its servers do."""
+    def _drop_prefixes_of(self, session: InferenceSession) -> None:
+        """Drop texts that are prefixes of a session's text, as its servers do."""
         for text in [*self._texts.values()]:
             number = len(text.ends)
             if number <= len(session.log) and text.session.log[number - 1] is session.log[number - 1]:
@@ -81,15 +82,16 @@ class KeptTexts:
     def find(
         self, tokens: Tensor, adapters: Sequence[PackedAdapter | None], scope: Hashable = "", *, exact: bool = False
     ) -> tuple[KeptText, int] | None:
-        """Return the text with the longest common beginning with a prompt, and the number of its steps in common.
+        """Return the text that shares the longest prefix with a prompt, and the number of its steps in the prefix.
 
-        At least one token of the prompt is left, because the first new token needs its output.
+        The prefix never includes the prompt's last token, because its output must be computed for the first new token.
         """
         best: tuple[int, KeptText, int] | None = None
         with self._lock:
-            own = names_of(adapters)
-            texts = [one for one in self._texts.values() if one.scope == scope and one.session.exact == exact]
-            for text in reversed([one for one in texts if names_of(one.session.adapters) == own]):
+            wanted = scope, exact, names_of(adapters)
+            for text in reversed(self._texts.values()):
+                if (text.scope, text.session.exact, names_of(text.session.adapters)) != wanted:
+                    continue
                 number = bisect_right(text.ends, num_common(text.tokens, tokens[:-1]))
                 length = text.ends[number - 1] if number else 0
                 if length >= max(self.min_tokens, best[0] + 1 if best else 0):
@@ -99,26 +101,27 @@ class KeptTexts:
         return None if best is None else best[1:]
 
 
-def num_common(one: Tensor, other: Tensor) -> int:
-    """Return the number of first tokens that two texts have in common."""
-    length = min(len(one), len(other))
-    differ = (one[:length] != other[:length]).nonzero()
-    return int(differ[0]) if len(differ) else length
+def num_common(first: Tensor, second: Tensor) -> int:
+    """Return the length of the longest common prefix of two texts, in tokens."""
+    length = min(len(first), len(second))
+    differing = (first[:length] != second[:length]).nonzero()
+    return int(differing[0]) if len(differing) else length
 
 
 async def branch(session: InferenceSession, routes: SessionRoutes, source: InferenceSession | None) -> int:
-    """Let the servers begin a session with the longest prefix of its log that they keep; return its number of steps.
+    """Ask servers to begin a session with the longest prefix of its log that they keep; return its number of steps.
 
-    The prefix is the whole log, which was a beginning of `source`; without a source any beginning of the log that a
-    session of any client has in common. If servers do not answer, no prefix is used: a failure never ends a text.
+    With a `source`, a session of this client that began with the whole log, that prefix is the whole log. Without, it
+    may be any prefix of the log that a session of any client shares. A failure never ends a text: if servers do not
+    answer, no prefix is used.
     """
-    like = () if source is None else source.route
-    route = routes.begin(1, like)
+    source_route = () if source is None else source.route
+    route = routes.begin(1, source_route)
     count, number = len(session.log), 0
     digests = [] if source is not None else _digests(session)
-    # All beginnings of the log; of a long one some, as far apart as possible.
+    # All prefixes of the log, or if there are too many, some that are evenly spaced.
     numbers = [count] if source is not None else sorted({-(-count * part // MAX_PREFIXES) for part in _PARTS})
-    if source is None or route == [*like]:
+    if source is None or route == [*source_route]:
         request = SessionBranch(
             session=session.id,
             client=routes.transport.peer_id,
@@ -127,29 +130,29 @@ async def branch(session: InferenceSession, routes: SessionRoutes, source: Infer
             adapters=names_of(session.adapters),
             source=None if source is None else source.id,
             numbers=numbers,
-            digests=[digests[one - 1] for one in numbers] if digests else [],
+            digests=[digests[end - 1] for end in numbers] if digests else [],
         )
         try:
-            timeout = min(routes.timeout, _ASKING_S)
+            timeout = min(routes.timeout, _BRANCH_TIMEOUT_S)
             reply = await rpc.SESSION_BRANCH.ask(routes.transport, route[0], request, timeout=timeout)
             number = reply.number if reply.number in numbers else 0
-        except SwarmError:  # such as a server that has left: the text's steps will replace it
+        except SwarmError:  # the server may have left; the text's first step will replace it
             number = 0
     session.adopt(route, number)
     return number
 
 
 def _digests(session: InferenceSession) -> list[bytes]:
-    """Return the digest of each beginning of a session's log, as the first stage's server computes it."""
-    digest, found, names = b"", [], names_of(session.adapters)
-    for one in session.log:
+    """Return the digest of each prefix of a session's log, as the first stage's server computes it."""
+    digest, digests, names = b"", [], names_of(session.adapters)
+    for step in session.log:
         digest = StageInput(
             stage_index=0,
-            modes=one.modes,
+            modes=step.modes,
             adapters=names,
             recipe=session.recipe,
             exact=session.exact,
-            tree=(one.hidden, one.extras),
+            tree=(step.hidden, step.extras),
         ).digest(digest)
-        found.append(digest)
-    return found
+        digests.append(digest)
+    return digests

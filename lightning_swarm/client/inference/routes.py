@@ -18,7 +18,7 @@ from lightning_swarm.protocol.rpc import SESSION_STEPS
 
 
 class SessionRoutes(Protocol):
-    """Chooses servers for sessions, and sends their steps."""
+    """Chooses the servers of a client's sessions, and sends them steps. A route names a server for each stage."""
 
     @property
     def transport(self) -> Transport:
@@ -31,7 +31,7 @@ class SessionRoutes(Protocol):
         ...
 
     def begin(self, rows: int, like: Sequence[PeerId] = ()) -> list[PeerId]:
-        """Choose a server for each stage of a session with this many rows; the servers of `like` if all are fit."""
+        """Choose a server for each stage of a session with this many rows; the route `like` if its servers are fit."""
         ...
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
@@ -39,7 +39,7 @@ class SessionRoutes(Protocol):
         ...
 
     def end(self, route: Sequence[PeerId]) -> None:
-        """Release a route whose session is over."""
+        """Release the route of a session that has ended."""
         ...
 
     def servers(self, stage: int) -> Collection[PeerId]:
@@ -59,7 +59,7 @@ class SessionRoutes(Protocol):
         ...
 
     async def send(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
-        """Send steps; raise `Refusal` if the server answers with an error that no server should answer with."""
+        """Send steps; raise `Refusal` if the server answers with an error that no server should send."""
         ...
 
 
@@ -71,48 +71,48 @@ class RunRoutes:
 
     @property
     def transport(self) -> Transport:
-        """See `SessionRoutes`."""
+        """This trainer's transport."""
         return self.context.transport
 
     @property
     def timeout(self) -> float:
-        """See `SessionRoutes`."""
+        """Maximum seconds for a call."""
         return self.context.timeout
 
     def begin(self, rows: int, like: Sequence[PeerId] = ()) -> list[PeerId]:
-        """See `SessionRoutes`. A run's sessions are never like others, because its servers keep no prefixes."""
+        """Choose a server for each stage; ignores `like`, because servers of a run keep no prefixes."""
         return [self._choose(stage, rows) for stage in range(len(self.context.routers))]
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
-        """See `SessionRoutes`."""
+        """Choose another server for a stage, if there is one."""
         return self._choose(stage, rows, avoid=frozenset({route[stage]}))
 
     def _choose(self, stage: int, rows: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:
-        """Choose a server as for a microbatch, without charging it: a session's steps come much later."""
+        """Choose a server as for a microbatch, but charge nothing, because a session's steps come much later."""
         router = self.context.routers[stage]
         charge = router.choose(rows, now_s=now_s(), avoid=avoid)
         router.release(charge)
         return charge.peer
 
     def end(self, route: Sequence[PeerId]) -> None:
-        """See `SessionRoutes`. Routers keep no account of sessions."""
+        """Do nothing, because routers keep no account of sessions."""
 
     def servers(self, stage: int) -> Collection[PeerId]:
-        """See `SessionRoutes`."""
+        """Return a stage's servers."""
         return self.context.routers[stage].peers.keys()
 
     def eject(self, stage: int, peer: PeerId, *, version: int, error: PeerError) -> None:
-        """See `SessionRoutes`."""
+        """Eject a server from the routes of sessions and microbatches."""
         self.context.eject(stage, peer, version, error)
 
     def is_ejected(self, stage: int, peer: PeerId) -> bool:
-        """See `SessionRoutes`."""
+        """Return whether the stage's router avoids a server."""
         return self.context.is_ejected(stage, peer)
 
     async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
-        """Not supported: sessions of a run have no adapters."""
+        """Raise, because sessions of a run have no adapters."""
         raise NotImplementedError
 
     async def send(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
-        """See `SessionRoutes`."""
+        """Send steps; enlist this trainer again if the server does not know it."""
         return await self.context.send(peer, SESSION_STEPS, request, tensors)

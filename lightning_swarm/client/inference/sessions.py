@@ -1,4 +1,4 @@
-"""All inference sessions of a client, by id: opens and closes them, and receives the messages of their servers."""
+"""Opens and closes a client's inference sessions, and passes them the messages of their servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_swarm.protocol.outbox import StepOutbox
 
 @dataclass(eq=False)
 class InferenceSessions:
-    """Holds one client's sessions by id, and receives the messages of their servers."""
+    """Holds one client's sessions by id. Runs on the event loop."""
 
     routes: SessionRoutes
     _open: dict[str, InferenceSession] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class InferenceSessions:
         exact: bool = False,
         prefix: Sequence[SessionInput] = (),
     ) -> InferenceSession:
-        """Open a session; `recipe` is None if the blocks take no cache. The first step chooses its servers."""
+        """Open a session; `recipe` is None if the blocks take no cache. Its first step will choose the servers."""
         # Texts in train mode depend on `seed_everything`, and on the number of texts before them in this process.
         seed = key_seed(torch.initial_seed(), self._num_opened)
         self._num_opened += 1
@@ -64,30 +64,30 @@ class InferenceSessions:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    def _find(self, session: str) -> InferenceSession:
-        found = self._open.get(session)
-        if found is None:
+    def _find(self, session_id: str) -> InferenceSession:
+        session = self._open.get(session_id)
+        if session is None:
             raise SessionLost("this client has no such session")
-        return found
+        return session
 
     def _check_server(self, caller: PeerId) -> None:
         if not any(session.is_served_by(caller) for session in self._open.values()):
-            raise ProtocolError(f"{caller} is no server of a session of this client")
+            raise ProtocolError(f"{caller} serves no session of this client")
 
     async def _handle_outputs(self, caller: PeerId, request: SessionOutputs, message: Message) -> None:
-        """Accept outputs of several sessions; an error concerns one session, and is raised when all are handled."""
+        """Accept outputs of several sessions. An error concerns one session, so it is raised only after all outputs."""
         ends = list(accumulate(output.num_tensors for output in request.outputs))
         if ends[-1] != len(message.tensors):
-            raise ProtocolError(f"outputs with {ends[-1]} tensors came with {len(message.tensors)}")
+            raise ProtocolError(f"outputs name {ends[-1]} tensors, but came with {len(message.tensors)}")
         errors = []
         for output, end in zip(request.outputs, ends, strict=True):
             try:
                 tensors = message.tensors[end - output.num_tensors : end]
-                self._find(output.session).take_output(caller, output, tensors)
+                self._find(output.session).accept_output(caller, output, tensors)
             except SwarmError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
 
     async def _handle_failed(self, caller: PeerId, failed: SessionFailed) -> None:
-        self._find(failed.session).take_failure(caller, failed)
+        self._find(failed.session).accept_failure(caller, failed)

@@ -45,7 +45,7 @@ class Servers:
         said = SessionOutput(
             session=self.session.id, number=number, length=None, structure=structure, num_tensors=len(tensors)
         )
-        self.session.take_output(B, said, tensors)
+        self.session.accept_output(B, said, tensors)
 
     def begin(self) -> int:
         return self.session.begin(SessionInput(hidden=HIDDEN, extras={}, operations=[], modes=[MODE] * 2))
@@ -65,7 +65,7 @@ def test_an_output_before_its_turn_hides_no_step_that_was_lost(reports: bool) ->
         await asyncio.sleep(0)
         assert servers.steps == [1, 2, 3]
         if reports:
-            session.take_failure(A, SessionFailed(session.id, second, 0, 0, kind="lost", reason=""))
+            session.accept_failure(A, SessionFailed(session.id, second, 0, 0, kind="lost", reason=""))
         servers.lost = set()
         await session.result(second)
         assert servers.steps == [1, 2, 3, 1, 2, 3]
