@@ -66,10 +66,10 @@ class Relayed(MicrobatchRun):
 
     @override
     async def backward(
-        self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
+        self, gradients: serialization.Tree, *, adds: bool = True, on_accepted: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
         if not (self.relays and adds):
-            return await super().backward(gradients, adds=adds, sent=sent)
+            return await super().backward(gradients, adds=adds, on_accepted=on_accepted)
         calls = self.calls
         with self.context.under_way():
             try:
@@ -77,7 +77,7 @@ class Relayed(MicrobatchRun):
                     await self._send_backward(stage, gradients)
                     (gradients, _), report = await calls.fetch(stage, "backward")
                     calls.settle(stage, report)
-                await sent()
+                await on_accepted()
             finally:
                 calls.release()
         return gradients
@@ -94,7 +94,7 @@ class Relayed(MicrobatchRun):
             stage_index=stage,
             mode=self._mode(stage),
             source=None,
-            result_key=self.calls.named(stage, "forward")[1],
+            result_key=self.calls.result_name(stage, "forward")[1],
             structure=structure,
         )
         await self.context.send(self.calls.peer(stage), FORWARD, request, tensors)
@@ -108,7 +108,7 @@ class Relayed(MicrobatchRun):
             weight=self.microbatch.weight,
             accumulate=True,
             source=None,
-            result_key=self.calls.named(stage, "backward")[1],
+            result_key=self.calls.result_name(stage, "backward")[1],
             structure=structure,
         )
         await self.context.send(self.calls.peer(stage), BACKWARD, request, tensors)

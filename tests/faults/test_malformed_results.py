@@ -83,7 +83,7 @@ def test_false_probes_end_no_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setattr(TicketStore, "fulfil", lying)
     found, _ = audited(6, num_stages=2, share=0.0)
     assert given
-    assert "A server gave false results in the check for blocks that mix samples" in caplog.text
+    assert "A server sent false results in the check for blocks that mix samples" in caplog.text
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 
 

@@ -144,7 +144,7 @@ class Filled(Misused):
 )
 @pytest.mark.parametrize("kind", [WithGradients, Trained])
 def test_caches_with_gradients(kind: type[Quiet]) -> None:
-    with pytest.raises(ConfigError, match="a cache of keys and values is for generating text"):
+    with pytest.raises(ConfigError, match="a cache of keys and values supports only generating text"):
         run_swarm(partial(made, "llama", "greedy", kind), loader(), max_steps=1, pipeline=LAYERS)
 
 

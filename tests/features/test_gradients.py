@@ -272,8 +272,11 @@ def assert_refused_at_once(message: str, make: Callable[[], L.LightningModule], 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Free(by_weights), r"by the pipeline's weights .* `configure_stages`"),
-        (lambda: Free(usual, backward=backward_of_weights), r"by the pipeline's weights .* `configure_stages`"),
+        (lambda: Free(by_weights), r"with respect to the pipeline's weights .* `configure_stages`"),
+        (
+            lambda: Free(usual, backward=backward_of_weights),
+            r"with respect to the pipeline's weights .* `configure_stages`",
+        ),
         (lambda: Free(sharpness_aware), r"use of `\.grad`"),
         (lambda: Free(hooked), r"`register_hook`.* Remove the hook"),
         (lambda: Free(with_other_weights), r"functional_call"),
@@ -370,8 +373,8 @@ def test_transforms(loss: Loss, message: str) -> None:
     ("make", "message", "accumulate_grad_batches"),
     [
         (lambda: Free(usual, backward=backward_twice), r"call backward once", 1),
-        (lambda: Free(backward_before), r"`\.backward\(\)` of your own", 2),
-        (lambda: Free(usual, on_before_optimizer_step=before_the_step), r"`\.backward\(\)` of your own", 1),
+        (lambda: Free(backward_before), r"your own `\.backward\(\)`", 2),
+        (lambda: Free(usual, on_before_optimizer_step=before_the_step), r"your own `\.backward\(\)`", 1),
         (lambda: Free(use_early_call, on_train_batch_start=early_call), r"in the same `training_step`", 1),
     ],
 )

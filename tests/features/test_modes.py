@@ -54,7 +54,7 @@ class Replaced(Frozen):
     "at the next call; replace them where every peer does it: in `__init__`, `setup` or `configure_model`",
 )
 def test_replaced_modules() -> None:
-    with pytest.raises(ConfigError, match="blocks must stay what they are during a run"):
+    with pytest.raises(ConfigError, match="blocks must not be replaced during a run"):
         run_swarm(Replaced, loader(digits()), max_steps=STEPS)
 
 

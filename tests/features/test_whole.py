@@ -192,7 +192,7 @@ class Norms(Branches):
 )
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_before_zero_grad", "on_train_batch_start"])
 def test_gradients_after_the_batch(hook: str) -> None:
-    with pytest.raises(ConfigError, match=r"from the end of their batch on: got a use of `\.grad`.*on_after_backward"):
+    with pytest.raises(ConfigError, match=r"once their batch ends: got a use of `\.grad`.*on_after_backward"):
         run_swarm(lambda: Norms(hook), loader(digits()), num_servers=1, max_steps=2, **WHOLE)
 
 

@@ -141,7 +141,7 @@ class FromAnEarlierBatch(Digits):
     ("module", "message"),
     [
         (WithCreateGraph, r"`create_graph=True` needs .* without the swarm\."),
-        (FromAnEarlierBatch, r"Detach what you keep|can be backpropagated once"),
+        (FromAnEarlierBatch, r"Detach outputs that you keep|can be backpropagated once"),
     ],
 )
 def test_what_cannot_work_is_a_clear_error(module: type[Digits], message: str) -> None:

@@ -258,7 +258,7 @@ def test_validation_reads_them_and_changes_nothing() -> None:
 def test_one_warning_says_what_they_mean(caplog: pytest.LogCaptureFixture) -> None:
     swarm(max_steps=2)
     (said,) = [one.message for one in caplog.records if "BatchNorm" in one.message]
-    assert said.startswith("BatchNorm is in blocks of the pipeline, in 5 places (0.2, 1.norms.0,")
+    assert said.startswith("Blocks of the pipeline contain 5 BatchNorm modules (0.2, 1.norms.0,")
     assert "each microbatch (of 3 samples) by the statistics of this microbatch" in said
 
 

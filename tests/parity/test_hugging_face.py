@@ -191,7 +191,8 @@ def test_a_model_trains_as_on_one_machine(name: str) -> None:
 def test_a_cache_of_keys_and_values_is_refused() -> None:
     model = MODELS["llama"]
     with pytest.raises(
-        ConfigError, match=r"a cache of keys and values is for generating text, .* by `use_cache=False` in a Hugging"
+        ConfigError,
+        match=r"a cache of keys and values supports only generating text, .* by `use_cache=False` in a Hugging",
     ):
         run_swarm(partial(model.make, use_cache=True), loader(), max_steps=1, pipeline=model.layers)
 

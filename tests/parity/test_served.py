@@ -280,7 +280,7 @@ def test_a_refused_call_breaks_nothing(serve: Callable[..., ServedSwarm], family
     remote = swarm.connect()
     before = write(remote, "greedy")
     for _ in range(2):
-        with torch.no_grad(), pytest.raises(ConfigError, match="leave them out"):
+        with torch.no_grad(), pytest.raises(ConfigError, match="do not set them"):
             remote(PROMPTS, **{what: True})
         assert torch.equal(write(remote, "greedy"), before)
     assert any(

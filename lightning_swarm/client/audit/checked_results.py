@@ -1,4 +1,4 @@
-"""Checks results that this trainer receives from servers that may send false ones."""
+"""Checks results that a trainer receives from servers of an audited run, which may be false."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_swarm.client.pipeline.call_factory import CallFactory, CallMicrobatches
 from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, run_all, send_until_accepted
 from lightning_swarm.client.pipeline.microbatches import take_rows
-from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ResultEvidence
 from lightning_swarm.client.pipeline.result_check import Forwards, Opened, Result, ResultCheck, opened
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
 from lightning_swarm.client.pipeline.stage_calls import StageCallFailed
@@ -28,13 +28,13 @@ from lightning_swarm.protocol.messages.calls import Direction
 from lightning_swarm.protocol.patience import MAX_SLOWDOWN
 
 _Formed: TypeAlias = tuple[object, Opened | None]
-"""Structure, dtypes and row shapes of a microbatch's output, and the opened result; None for a malformed result."""
+"""The form of a microbatch's output (see `_form_of`), and the opened result; both None if it is malformed."""
 
-_MAX_OTHER_FORMS: Final = 8  # rounds in which other servers compute outputs of a wrong form again
+_MAX_ROUNDS: Final = 8  # rounds in which other servers recompute outputs of a wrong form
 
 
 class CheckedResults(ResultCheck):
-    """Checks results in an audited run. The coordinator is the referee: its own computation decides in doubt."""
+    """Checks results in an audited run. The coordinator is the referee: its own computation decides."""
 
     def __init__(self, coordinator: Callable[[], PeerId]) -> None:
         self._coordinator = coordinator
@@ -42,7 +42,7 @@ class CheckedResults(ResultCheck):
     @property
     @override
     def by_referee(self) -> Forwards:
-        """Forwards by the coordinator."""
+        """Computes forwards on the coordinator."""
         return partial(_forwards_by, self._coordinator)
 
     @override
@@ -61,68 +61,68 @@ class CheckedResults(ResultCheck):
         return sender if 0 <= sender <= last_stage else None
 
     @override
-    async def received(
+    async def evidence_of(
         self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
-    ) -> GivenResult | None:
-        """Return a result's server and digest, which only the trainer can report; None if no step counts it."""
+    ) -> ResultEvidence | None:
+        """Return a result's server and digest, which only the trainer can report; None if no step counts the result."""
         if direction == "backward" and not _fit(result[0], microbatch.inputs):
-            raise PeerError("its gradients are not like the inputs")
+            raise PeerError("its gradients differ from the inputs in number, shape or dtype")
         if not microbatch.key.adds:
             return None
-        return GivenResult(server, await asyncio.to_thread(tree_digest, *result))
+        return ResultEvidence(server, await asyncio.to_thread(tree_digest, *result))
 
     @override
     def opened_all(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
-        """Open results, which must have one form."""
-        # If their forms differ, the referee computes the first microbatch. Other servers recompute the results of other
-        # forms than the referee's, which replace these in `results`.
-        found = [_formed(*pair, factory) for pair in zip(results, call.sizes, strict=True)]
-        if any(form is None or form != found[0][0] for form, _ in found):
-            self._recompute(results, found, call, factory)
-        pairs = zip(results, found, strict=True)
-        return [opened(result, factory.config) if one is None else one for result, (_, one) in pairs]
+        """Open results, which must all have the same form (structure, dtypes, row shapes)."""
+        # If their forms differ, the referee computes the first microbatch, and other servers recompute each result of
+        # another form than the referee's.
+        formed = [_formed(*pair, factory) for pair in zip(results, call.sizes, strict=True)]
+        if any(form is None or form != formed[0][0] for form, _ in formed):
+            self._recompute(results, formed, call, factory)
+        pairs = zip(results, formed, strict=True)
+        return [opened(result, factory.config) if contents is None else contents for result, (_, contents) in pairs]
 
     def _recompute(
-        self, results: list[Result], found: list[_Formed], call: CallMicrobatches, factory: CallFactory
+        self, results: list[Result], formed: list[_Formed], call: CallMicrobatches, factory: CallFactory
     ) -> None:
-        """Have other servers recompute results of other forms than the referee's; replace them in both lists."""
+        """Have other servers recompute results whose form is not the referee's; replace them in both lists."""
         size = call.sizes[0]
-        cut = take_rows(call.arguments, torch.arange(size), factory.config.shared)
+        first_arguments = take_rows(call.arguments, torch.arange(size), factory.config.shared)
         mode = replace_fields(call.modes[0], grad=False, input_grad=False)
         try:
-            ((structure, tensors),) = factory.evaluate([(cut, 0)], mode, forwards=self.by_referee)
+            ((structure, tensors),) = factory.evaluate([(first_arguments, 0)], mode, forwards=self.by_referee)
         except PeerError:  # the right form stays unknown
             return
         expected = _form_of(structure, tensors, size)
-        error = PeerError("its output has another form than the coordinator's, or no row for each sample")
-        for _ in range(_MAX_OTHER_FORMS):
-            wrong = [index for index, (form, _) in enumerate(found) if form != expected]
+        error = PeerError("its output has another form than the coordinator's, or not one row for each sample")
+        for _ in range(_MAX_ROUNDS):
+            wrong = [index for index, (form, _) in enumerate(formed) if form != expected]
             works = [_forward_anew(call.runs[index], error) for index in wrong]
             if not works:
                 break
             first, limit = call.runs[0].microbatch.inputs, factory.config.max_in_flight
             for index, result in zip(wrong, run_all(factory.runtime, works, first, limit=limit), strict=True):
-                results[index], found[index] = result, _formed(result, call.sizes[index], factory)
+                results[index], formed[index] = result, _formed(result, call.sizes[index], factory)
 
 
 async def _forwards_by(coordinator: Callable[[], PeerId], runs: Sequence[MicrobatchRun]) -> list[Result]:
     """Have the coordinator compute forwards that change nothing at servers; raise its error."""
-    # Stage by stage, because the coordinator loads one at a time of the stages that it does not hold. No router has
-    # booked these charges, because no router chose the coordinator.
-    referee, calls = coordinator(), [run.calls for run in runs]
-    for one in calls:
-        one.route = [PeerCharge(referee, 0, 0.0) for _ in one.context.routers]
+    # Stage by stage, because the coordinator loads stages that it does not hold one at a time. These charges are on no
+    # router's account, because no router chose the coordinator.
+    referee, all_calls = coordinator(), [run.calls for run in runs]
+    for calls in all_calls:
+        calls.route = [PeerCharge(referee, 0, 0.0) for _ in calls.context.routers]
     try:
-        for stage in range(calls[0].last_stage + 1):
-            await gather(send_until_accepted(one, stage) for one in calls)
-            await gather(one.wait(stage, "forward", timeout=one.context.timeout) for one in calls)
-        return [found for found, _ in await gather(one.fetch(one.last_stage, "forward") for one in calls)]
+        for stage in range(all_calls[0].last_stage + 1):
+            await gather(send_until_accepted(calls, stage) for calls in all_calls)
+            await gather(calls.wait(stage, "forward", timeout=calls.context.timeout) for calls in all_calls)
+        return [result for result, _ in await gather(calls.fetch(calls.last_stage, "forward") for calls in all_calls)]
     except StageCallFailed as failure:
         raise failure.error from failure
 
 
 async def _forward_anew(run: MicrobatchRun, error: PeerError) -> Result:
-    """Compute a microbatch's output on another route, because one of the servers sent a wrong result."""
+    """Compute a microbatch's output again on other servers, because a server of its route sent a wrong result."""
     run.calls.release()
     for stage, charge in enumerate(run.calls.route):
         run.context.eject(stage, charge.peer, run.microbatch.key.step, error)
@@ -135,21 +135,21 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
     if not isinstance(gradients, list) or len(gradients) != len(leaves):
         return False
     pairs = zip(gradients, leaves, strict=True)
-    plain = [(one, leaf) for one, leaf in pairs if isinstance(one, Tensor) and isinstance(leaf, Tensor)]
-    return all((one.shape, one.dtype) == (leaf.shape, leaf.dtype) for one, leaf in plain)
+    plain = [(grad, leaf) for grad, leaf in pairs if isinstance(grad, Tensor) and isinstance(leaf, Tensor)]
+    return all((grad.shape, grad.dtype) == (leaf.shape, leaf.dtype) for grad, leaf in plain)
 
 
 def _formed(result: Result, size: int, factory: CallFactory) -> _Formed:
-    """Return a result's form, and the opened result; None for a malformed result."""
+    """Return a result's form, and the opened result; both None for a malformed result."""
     try:
-        found = opened(result, factory.config)
-        return _form_of(*serialization.flatten(found[0]), size), found
+        contents = opened(result, factory.config)
+        return _form_of(*serialization.flatten(contents[0]), size), contents
     except (SwarmError, RuntimeError, TypeError, ValueError):  # a server may send anything
         return None, None
 
 
 def _form_of(structure: serialization.Structure, tensors: Sequence[Tensor], size: int) -> object:
-    """Return an output's structure, and each tensor's dtype and row shape; None if a tensor has not `size` rows."""
+    """Return an output's structure, and each tensor's dtype and row shape; None unless all have `size` rows."""
     if any(tensor.ndim == 0 or len(tensor) != size for tensor in tensors):
         return None
     return structure, [(tensor.dtype, tensor.shape[1:]) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Sends microbatches of an undecided step to auditors when the coordinator asks, from this trainer's copies."""
+"""Sends microbatches of an undecided step, from a trainer's copies, to auditors that the coordinator names."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class _AuditorSilent(DeadlineExceeded):
 
 
 class AuditSender:
-    """Sends the work of servers to auditors, which compute it again. Independent of the main thread."""
+    """Sends the work of servers to auditors, which recompute it. Runs on the event loop, without the main thread."""
 
-    # The trainer itself sends the auditor everything that it knows. The audited server sends the rest. It could falsify
-    # that, but its neighbours hold the same tensors.
+    # An auditor gets the trainer's own tensors from the trainer, and the rest from the audited server. That server
+    # could falsify the rest, but its neighbours hold the same tensors.
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context
         self._run = run
         self._max_in_flight = max_in_flight
-        self._num_audits: Counter[PeerId] = Counter()  # auditor -> audits under way, of all orders
+        self._num_audits: Counter[PeerId] = Counter()  # auditor -> audits under way, from all orders
         ORDER_AUDITS.serve(context.transport, self._handle_order, admit=run.check_coordinator)
         RESULTS.serve(context.transport, self._handle_results, admit=run.check_coordinator)
 
@@ -53,8 +53,8 @@ class AuditSender:
         for work in order.work:
             if work.stage_index > last or work.auditor == work.audited:
                 raise ProtocolError(
-                    f"one server of {last + 1} stages audits another one, got stage {work.stage_index}, "
-                    f"{work.auditor} and {work.audited}"
+                    f"an audit order must name one of {last + 1} stages and two different servers, got "
+                    f"stage {work.stage_index}, auditor {work.auditor}, audited server {work.audited}"
                 )
         undone, lost, silent = dict[int, str](), set[Receipt](), set[PeerId]()
 
@@ -66,8 +66,8 @@ class AuditSender:
                 return
             try:
                 if work.auditor in silent:
-                    raise _AuditorSilent(f"{work.auditor} was silent about another microbatch of this order")
-                # The coordinator convicts a server that does not answer its own audit.
+                    raise _AuditorSilent(f"{work.auditor} did not answer about another microbatch of this order")
+                # If the coordinator is the auditor, it convicts a server that does not answer it.
                 may_convict = work.auditor == caller
                 await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], may_convict=may_convict)
             except SwarmError as error:
@@ -91,7 +91,7 @@ class AuditSender:
         patience_s = self._auditor_patience_s(
             work.stage_index, copy.microbatch.num_rows, num_ahead, may_convict=may_convict
         )
-        # Twice the time if the audited server computes its part again, too, or if its silence may convict it.
+        # Twice the time if the audited server recomputes its part, too, or may be convicted for its silence.
         patience_s *= 2 if order.compare or may_convict else 1
         structure, tensors = serialization.flatten(_trainer_tensors(copy, work.stage_index))
         request = AuditRequest(
@@ -116,20 +116,19 @@ class AuditSender:
 
     def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, may_convict: bool) -> float:
         """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it."""
-        # These are more if the audited server may be convicted for its silence, because its link may be the slowest.
+        # More time if the audited server may be convicted for its silence, because its link may be the slowest.
         context = self._context
-        # In samples/s, and the usual seconds of a microbatch through all stages.
-        rate, whole_s = context.routers[stage].median_rate(), context.durations.usual_s
-        if rate is None or whole_s is None:
+        samples_per_s, whole_s = context.routers[stage].median_rate(), context.durations.usual_s  # whole: all stages
+        if samples_per_s is None or whole_s is None:
             return context.timeout
-        usual_s = max(MAX_SLOWDOWN * num_rows / rate, whole_s) * (1 + num_ahead)
+        usual_s = max(MAX_SLOWDOWN * num_rows / samples_per_s, whole_s) * (1 + num_ahead)
         if may_convict:
             return deadline_s(MAX_SLOWDOWN * usual_s, longest_s=context.timeout, least_s=MIN_UNFAMILIAR_S)
         return deadline_s(usual_s, longest_s=context.timeout)
 
     async def _handle_results(self, caller: PeerId, request: StepRequest) -> ResultsReply:
         self._run.check_generation(request.generation)
-        given = self._context.replay_buffer.result_digests(request.generation, request.step)
+        digests_by_server = self._context.replay_buffer.result_digests(request.generation, request.step)
         results = [
             GivenResults(
                 server=server,
@@ -137,13 +136,12 @@ class AuditSender:
                 receipts=pack(digests),
                 digests=b"".join(digest for _, digest in sorted(digests.items())),
             )
-            for (server, direction), digests in given.items()
+            for (server, direction), digests in digests_by_server.items()
         ]
+        replaced_peers = self._context.replay_buffer.replaced(request.generation, request.step)
         replaced = [
             ReplacedServer(server=server, stage_index=stage, receipts=pack(receipts))
-            for (stage, server), receipts in self._context.replay_buffer.replaced(
-                request.generation, request.step
-            ).items()
+            for (stage, server), receipts in replaced_peers.items()
         ]
         return ResultsReply(results=results, replaced=replaced)
 
@@ -151,7 +149,7 @@ class AuditSender:
 def _trainer_tensors(
     copy: ReplayCopy, stage: int
 ) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
-    """Return the trainer's tensors for a stage: keyword arguments, the first one's inputs, the last one's gradients."""
+    """Return the tensors that the trainer sent to a stage: keyword arguments, first inputs and last gradients."""
     microbatch = copy.microbatch
     last = len(microbatch.extras) - 1
     inputs = microbatch.inputs if stage == 0 else None

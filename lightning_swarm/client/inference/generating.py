@@ -12,7 +12,7 @@ from lightning_swarm.client.inference.forwards import SessionForwards, TextStep
 from lightning_swarm.client.inference.routes import RunRoutes
 from lightning_swarm.client.inference.session import SessionWeights
 from lightning_swarm.client.pipeline.call_factory import by_stage
-from lightning_swarm.client.pipeline.differentiation import trained
+from lightning_swarm.client.pipeline.differentiation import trained_weights
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.fidelity.hooks import check_global, describe
@@ -52,10 +52,10 @@ class TextGeneration:
         return [list(stage.named_block_modules()) for stage in self._pipeline.config.stages]
 
     def step(self, hidden: Any, extras: dict[str, Any], cache: Any) -> Any:
-        """Compute the next tokens of a text: ``hidden`` is [rows, tokens, ...], and `cache` the forward's own."""
+        """Compute the next tokens of a text; ``hidden`` is [rows, tokens, ...], and `cache` is the user's object."""
         pipeline = self._pipeline
         factory = pipeline.factory
-        states = [one.read() for one in factory.states]
+        states = [state.read() for state in factory.states]
         training = any(training for training, _ in states)
         self._check_generates(training=training)
         pipeline.check_transforms(serialization.flatten((hidden, extras))[1])
@@ -69,20 +69,19 @@ class TextGeneration:
         return self._forwards.step(step)
 
     def _check_generates(self, *, training: bool) -> None:
-        if torch.is_grad_enabled() and trained(self._weights):
+        if torch.is_grad_enabled() and trained_weights(self._weights):
             raise ConfigError(
-                "a cache of keys and values is for generating text, without gradients. Generate under "
-                "`torch.no_grad()`; elsewhere do without a cache, by `use_cache=False` in a Hugging Face model's "
-                "config."
+                "a cache of keys and values supports only generating text, without gradients. Generate under "
+                "`torch.no_grad()`; otherwise use no cache, by `use_cache=False` in a Hugging Face model's config."
             )
         if training and any(getattr(module, "gradient_checkpointing", False) for module in self._modules):
             raise ConfigError(
                 "blocks with gradient checkpointing have no cache in train mode. Generate under `model.eval()`, or "
-                "call `activation_checkpointing_disable()` before."
+                "call `activation_checkpointing_disable()` first."
             )
         check_global()
         if any(describe(named) for named in self._named_modules):
             raise ConfigError(
-                "blocks that generate with a cache must have no forward hooks within: what they see is on servers. "
-                "Remove them, or generate with `use_cache=False`."
+                "blocks that generate with a cache must contain no forward hooks, because their values are on servers. "
+                "Remove the hooks, or generate with `use_cache=False`."
             )

@@ -1,4 +1,4 @@
-"""Makes the microbatches of calls (numbers, keys, tensors in wire form), runs them, and joins their results."""
+"""Makes the microbatches of calls (keys, tensors in wire form), and runs the forwards of calls and of probes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class GrantedBatch:
     grant: Grant
     trained: list[nn.Parameter] = field(default_factory=list)  # weights of the pipeline that require a gradient
     num_calls: int = 0
-    num_microbatches: int = 0  # sum over its calls
-    sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
-    completed: list[Receipt] = field(default_factory=list)
+    num_microbatches: int = 0  # sum over the calls
+    accepted: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
+    completed: list[Receipt] = field(default_factory=list)  # microbatches whose gradients all stages have added
     calls: list[PipelineCall] = field(default_factory=list)
     counts: bool = False  # Lightning's own backward is under way, so its gradients count
     backward_begun: bool = False  # servers may have added gradients
-    # Called together with its first microbatches.
+    # Runs together with the batch's first microbatches.
     begin: Callable[[], Coroutine[Any, Any, None]] | None = None
-    # Called when all stages have accepted all of its backwards, and no other is to come.
+    # Called when all stages have accepted the backwards of all microbatches.
     arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
-    # Set when it is armed: asks whether the batch counts although the servers no longer know it.
+    # Set when the batch is armed. Asks the coordinator whether the batch counts, if servers no longer know it.
     confirm: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
@@ -58,7 +58,7 @@ class PipelineConfig:
     """Settings that all calls of a pipeline share."""
 
     stages: Sequence[StageModule]  # this trainer's copy of the model, without the layers that trainers compute
-    shared: tuple[str, ...]  # extras that each microbatch gets whole
+    shared: tuple[str, ...]  # keyword arguments that each microbatch gets whole
     microbatch_size: int | None  # rows; None: each batch is cut into `wanted_microbatches` parts
     wanted_microbatches: Callable[[], int]  # number that keeps the servers of the open step busy
     max_in_flight: int  # microbatches under way at once
@@ -77,7 +77,7 @@ class CallMicrobatches:
 
 
 class CallFactory:
-    """Makes the microbatches of calls at the current place in the run, runs them, and joins their results."""
+    """Makes the microbatches of calls, with keys of the current batch or version, and runs their forwards."""
 
     def __init__(
         self, context: PipelineContext, runtime: Runtime, config: PipelineConfig, leftovers: Leftovers
@@ -85,16 +85,16 @@ class CallFactory:
         self.context, self.runtime, self.config, self.leftovers = context, runtime, config, leftovers
         self.generation = 0  # generation of the run
         self.version = 0  # version of the weights for calls outside of a batch
-        self.evaluation_number = 0  # number of the evaluation weights for such calls; 0: the weights of `version`
+        self.evaluation_number = 0  # number of the evaluation weights for these calls; 0: the weights of `version`
         self.first_trained = 0  # the first stage that trains
         self.batch: GrantedBatch | None = None  # the current batch
-        # For each stage, the description of the trainer's hooks that goes with each microbatch; see `describe`.
+        # For each stage, the description of the trainer's hooks, which each microbatch carries; see `describe`.
         self.hooks: list[dict[str, Any]] = [{} for _ in config.stages]
         self.states = [TrainerStates(stage) for stage in config.stages]
         self._evaluations = itertools.count()
 
     def number_evaluations(self, trainer: str) -> None:
-        """On a trainer that is not the lead: number evaluations so that no two trainers name theirs alike."""
+        """On a trainer that is not the lead: number evaluations so that no two trainers use the same numbers."""
         self._evaluations = itertools.count(zlib.crc32(trainer.encode()) << 20)
 
     def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
@@ -113,7 +113,7 @@ class CallFactory:
         return CallKey(generation=grant.generation, step=grant.step, first=grant.first, index=index, call=call)
 
     def has_weights_of(self, key: CallKey) -> bool:
-        """Return whether evaluations now compute with the weights that this key names."""
+        """Return whether evaluations currently compute with the weights that this key names."""
         return (key.generation, key.step, key.weights) == (self.generation, self.version, self.evaluation_number)
 
     def microbatches(
@@ -140,7 +140,7 @@ class CallFactory:
     def _run_of(
         self,
         key: CallKey,
-        structure: serialization.Structure,  # of the positional arguments
+        structure: serialization.Structure,  # structure of the positional arguments
         part: MicrobatchInput,
         modes: Sequence[ComputeMode],
         weight: float = 1.0,
@@ -160,13 +160,13 @@ class CallFactory:
         )
         return MicrobatchRun(self.context, microbatch)
 
-    def forwards(self, runs: Sequence[MicrobatchRun], *also: Coroutine[Any, Any, None]) -> list[Result]:
-        """Run the forwards of microbatches, and also these coroutines."""
+    def forwards(self, runs: Sequence[MicrobatchRun], *others: Coroutine[Any, Any, None]) -> list[Result]:
+        """Return the results of microbatches' forwards; run the other coroutines at the same time."""
         works, limit = [run.forward() for run in runs], self.config.max_in_flight
-        return run_all(self.runtime, works, runs[0].microbatch.inputs, *also, limit=limit)
+        return run_all(self.runtime, works, runs[0].microbatch.inputs, *others, limit=limit)
 
     def trial(self, call: CallMicrobatches, training: bool) -> tuple[list[Left], Sequence[int]]:
-        """Compute the first two microbatches apart, then as one; return the values that they leave, and their sizes."""
+        """Compute two microbatches apart and as one; return the values that each of the three leaves, and the sizes."""
         size = call.sizes[0]
         cut = partial(split, call.arguments, rows=sum(call.sizes), shared=self.config.shared)
         parts = [*cut(size=size)[:2], cut(size=2 * size)[0]]
@@ -178,12 +178,12 @@ class CallFactory:
     def evaluate(
         self, probes: Sequence[tuple[CallArguments, int]], mode: ComputeMode, *, forwards: Forwards | None = None
     ) -> list[tuple[serialization.Structure, list[Tensor]]]:
-        """Compute each probe as one microbatch that leaves no trace; return the outputs, flattened."""
-        # A probe is the arguments of a call and a number. Probes of equal numbers draw the same random numbers.
-        # `forwards` replace the usual forwards.
+        """Compute each probe as one microbatch that changes no state; return the outputs, flattened."""
+        # A probe is a call's arguments and a number. Probes of equal numbers draw the same random numbers. `forwards`
+        # replaces the usual forwards.
         runs = []
         modes = by_stage(mode, [states.read() for states in self.states])
-        calls: dict[int, int] = {}  # number of a probe -> number of its call
+        calls: dict[int, int] = {}  # number of a probe -> number of the call
         for index, (arguments, number) in enumerate(probes):
             if number not in calls:
                 calls[number] = next(self._evaluations)
@@ -197,8 +197,8 @@ class CallFactory:
 
 
 def by_stage(mode: ComputeMode, states: Sequence[tuple[bool, ModuleStates | None]]) -> list[ComputeMode]:
-    """Return each stage's mode; if `mode` is eval, all modules are in eval mode."""
+    """Return each stage's mode. If `mode` is eval mode, so are all modules of all stages."""
     if mode.training:
         return [replace_fields(mode, training=training, modules=modules) for training, modules in states]
-    kept = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
-    return [replace_fields(mode, modules=modules) for modules in kept]
+    without_modes = [None if modules is None else replace_fields(modules, modes={}) for _, modules in states]
+    return [replace_fields(mode, modules=modules) for modules in without_modes]

@@ -1,4 +1,8 @@
-"""A trainer's layers around the pipeline, such as embeddings and a head, and their copies in the run."""
+"""A trainer's layers around the pipeline, such as embeddings and a head, and their copies at its own server.
+
+For each batch the trainer computes gradients with the user's own parameters. `add` moves them from `grad` to the sum of
+a stage that all trainers hold. Servers step that stage's copies, and `refresh` writes the new weights back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ class LocalStage(Protocol):
     async def add_batch(
         self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float, seen: Tensor | None
     ) -> None:
-        """Add a batch's gradients, and the batch statistics that its batch norms saw, to the stage's sum, once."""
+        """Add a batch's gradients, and its batch norms' statistics (`seen`), to the stage's sum, once."""
 
     async def wait_for_version(self, version: int) -> None:
         """Wait until the stage reaches a version."""
@@ -39,9 +43,8 @@ class LocalStage(Protocol):
         """Return copies of the stage's weights at a version (None: the newest), and that version."""
 
 
-# The trainer computes with the module's own parameters, as without a swarm. A stage on all trainers holds copies of
-# them; there gradients are summed, averaged and stepped as in any other stage. Only the main thread writes the module's
-# own parameters, between batches, so they never change under user code.
+# The stage sums, averages and steps its copies as any other stage. Only the main thread writes the module's own
+# parameters, between batches, so they never change while user code runs.
 @dataclass
 class LocalLayers:
     """Parameters and buffers of the layers that the trainer itself computes, and their copies in the run."""
@@ -49,23 +52,23 @@ class LocalLayers:
     module: StageModule  # holds the user's own tensors
     stage: LocalStage
     runtime: Runtime
-    is_in_roster: Callable[[], bool]  # returns whether this trainer is in the roster of the copies, as far as it knows
-    wait_until_in_roster: Callable[[], None] | None = None  # None: a trainer that left the roster never returns
+    is_in_roster: Callable[[], bool]  # returns whether this trainer's server is in the stage's roster, as far as known
+    wait_until_in_roster: Callable[[], None] | None = None  # None: a server that left the roster never returns
     selection: Selection | None = None  # parameters in the optimizer; None: nothing trains
     _version: int | None = None  # version of the module's own parameters
     _checked_gradients: bool = False
     _has_added: bool = False  # a batch's gradients were added
     _statistics_are_ahead: bool = False  # the module's running statistics include a batch that is in no record yet
-    # name -> value in the stage, as far as this trainer knows; for statistics, the value after the norms' newest writes
+    # name -> value in the stage, as far as this trainer knows; for running statistics, after the newest forward
     _known: dict[str, Tensor] = field(default_factory=dict)
     _known_buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._running_statistics = RunningStatistics(self.module)
         self._batch_statistics = BatchStatistics()  # of the current batch
-        # Marks at `grad` refuse its use. `set` marks a batch's gradients that the stage has summed: Lightning's next
-        # `zero_grad` may remove these marks. `set_for_step` marks a step's gradients for the hooks before the optimizer
-        # steps: such a hook must not remove the marks, and `check` raises if it did.
+        # Marks replace `grad` and raise an error when used. `set` marks a batch's gradients that the stage has summed;
+        # Lightning's next `zero_grad` may remove these marks. `set_for_step` marks a step's gradients for the hooks
+        # before the optimizer steps, which must not remove the marks: otherwise `check` raises.
         self._batch_marks = GradientMarks(list(self.parameters.values()))
         names = {id(buffer): name for name, buffer in self._buffers().items()}
         self._names_of_norms = [
@@ -80,33 +83,32 @@ class LocalLayers:
 
     @contextlib.contextmanager
     def collect_batch_statistics(self) -> Iterator[None]:
-        """Within this context, collect the current batch's batch statistics."""
-        # The module's running statistics include them at once, but the run's only with the step's record.
-        self._batch_marks.clear()  # otherwise a user's own `.backward()` would add to the marks at `grad`
+        """Within this context, collect the batch statistics of the current batch."""
+        # The module's running statistics include the batch at once, but the stage's only with the step's record.
+        self._batch_marks.clear()  # a user's own `.backward()` would add to them
         self.check_buffers()
         with self._running_statistics.watched() as self._batch_statistics:
             yield
         if self._batch_statistics.values is not None:
             self._statistics_are_ahead = True
-            own, uses = self._buffers(), self._batch_statistics.values.tolist()
-            written = [name for used, names in zip(uses, self._names_of_norms, strict=False) if used for name in names]
-            self._known_buffers.update((name, own[name].detach().clone()) for name in written)
+            buffers, counts = self._buffers(), self._batch_statistics.values.tolist()
+            written = [name for num, names in zip(counts, self._names_of_norms, strict=False) if num for name in names]
+            self._known_buffers.update((name, buffers[name].detach().clone()) for name in written)
 
     def add(self, key: CallKey, weight: float) -> None:
-        """Move the batch's gradients from ``grad`` to the stage's sum. From then on, a use of ``grad`` fails."""
+        """Move the batch's gradients from ``grad`` to the stage's sum. Later uses of ``grad`` raise."""
         self.check_buffers()
-        own = self.parameters
-        gradients = {name: parameter.grad for name, parameter in own.items()}
+        gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.clear()
         self._batch_marks.set()
         self._has_added = True
         if not self._checked_gradients:
             self._checked_gradients = True
-            missing = [name for name in own if self.trains(name) and gradients[name] is None]
+            missing = [name for name, gradient in gradients.items() if self.trains(name) and gradient is None]
             if missing:
                 _log.warning(
-                    "%d parameters outside of the pipeline got no gradient from the first batch: %s. If they belong to "
-                    "what `configure_stages` returns, it left them out.",
+                    "%d parameters outside of the pipeline got no gradient from the first batch: %s. "
+                    "`configure_stages` may have omitted them.",
                     len(missing),
                     ", ".join(missing[:_MAX_NAMED]),
                 )
@@ -115,12 +117,12 @@ class LocalLayers:
 
     def check_no_stray_gradients(self) -> None:
         """Raise if a `.backward()` of user code has left gradients before Lightning's own backward."""
-        # Plain Lightning would add both; here only Lightning's counts.
-        found = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
-        if found:
+        # Plain Lightning would add both gradients; here only Lightning's backward counts.
+        stray = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        if stray:
             raise ConfigError(
                 "only the backward that Lightning runs adds to a step: within an accumulation window your code called "
-                f"`.backward()` itself, which left gradients at {found[:_MAX_NAMED]}. Return the sum of all losses."
+                f"`.backward()` itself, which left gradients at {stray[:_MAX_NAMED]}. Return the sum of all losses."
             )
 
     @contextlib.contextmanager
@@ -142,7 +144,7 @@ class LocalLayers:
     def forbid_grad_at_step_end(self) -> Iterator[None]:
         """Within this context, refuse uses of `grad`, which has at most the last batch's part of a step's gradient."""
         parameters = list(self.parameters.values())
-        own = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
         self.clear()
         marks = GradientMarks(parameters)
         marks.set_for_step()
@@ -151,11 +153,11 @@ class LocalLayers:
             marks.check()
         finally:
             marks.clear()
-            for parameter, gradient in zip(parameters, own, strict=True):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
     def enter_generation(self) -> None:
-        """Accept the module's weights as they are, because they come with the snapshot of a rollback."""
+        """Accept the module's present weights, because they come from the snapshot of a rollback."""
         self._version, self._known, self._known_buffers, self._statistics_are_ahead = None, {}, {}, False
         self.clear()
 
@@ -165,9 +167,10 @@ class LocalLayers:
         self._known = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def written(self) -> dict[str, Tensor]:
-        """Return copies of the parameters that user code wrote since the stage's weights came here."""
-        own = self.parameters
-        return {name: own[name].detach().clone() for name, known in self._known.items() if not same(own[name], known)}
+        """Return copies of the parameters that user code wrote since the last `refresh`."""
+        params = self.parameters
+        changed = [name for name, known in self._known.items() if not same(params[name], known)]
+        return {name: params[name].detach().clone() for name in changed}
 
     def trains(self, name: str) -> bool:
         """Return whether a local parameter trains. A target network, for example, may be in no optimizer."""
@@ -179,9 +182,9 @@ class LocalLayers:
 
     def check_buffers(self) -> None:
         """Refuse buffers that user code changed, because the trainers' buffers would differ."""
-        known, own = self._known_buffers, self._buffers()
-        # By value, because writes through `.data` leave no other trace.
-        changed = [name for name, buffer in own.items() if name in known and not same(buffer, known[name])]
+        known = self._known_buffers
+        # Compared by value, because writes through `.data` leave no other trace.
+        changed = [name for name, value in self._buffers().items() if name in known and not same(value, known[name])]
         if changed:
             raise ConfigError(
                 "outside of blocks, only the forwards of batch norms in `training_step` may change buffers; otherwise "
@@ -191,11 +194,11 @@ class LocalLayers:
             )
 
     def _buffers(self) -> dict[str, Tensor]:
-        own = self.parameters
-        return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in own}
+        parameters = self.parameters
+        return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in parameters}
 
     def note_stage_has(self, written: Mapping[str, Tensor]) -> None:
-        """Record that the stage has the written values."""
+        """Record that the stage has received the written values."""
         self._known.update((name, tensor) for name, tensor in written.items() if name in self._known)
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:
@@ -204,33 +207,33 @@ class LocalLayers:
             self.wait_until_in_roster()
         elif not self.is_in_roster():
             raise LeftOut(
-                "this trainer was not heard of for `Limits.silence_timeout`, and the run goes on without its server. "
-                "The layers around the pipeline are trained on the trainers, and this trainer's copy is out of date, "
-                "so it ends here; other trainers go on. Raise `Limits.silence_timeout`, or have the whole module in "
-                "`pipeline`, if peers fall silent for longer."
+                "this trainer was silent for `Limits.silence_timeout`, so the run continues without its server. The "
+                "layers around the pipeline are trained on the trainers, and this trainer's copy is out of date, so it "
+                "ends here, and other trainers continue. Raise `Limits.silence_timeout` if peers are silent for "
+                "longer, or put the whole module into `pipeline`."
             )
         self.check_buffers()
         if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
-        self.runtime.run(self.stage.wait_for_version(version))  # its server may apply the record late
-        own, written = self.parameters, self.written()
+        self.runtime.run(self.stage.wait_for_version(version))  # this peer's server may lag behind
+        parameters, written = self.parameters, self.written()
         if lost := [name for name in written if self.trains(name)]:
             raise ConfigError(written_in_mid_step(lost))
         copied = self.stage.copied_weights(self.module.spec.index, version if exactly else None)
         self._version, weights = self.runtime.run(copied)
         with torch.no_grad():
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 if name not in written:  # written frozen parameters go to the stage with the next step
                     parameter.copy_(weights[name])
-        self._known.update((name, weights[name]) for name in own)
-        self._take_buffers(weights)
+        self._known.update((name, weights[name]) for name in parameters)
+        self._set_buffers(weights)
 
-    def _take_buffers(self, weights: Mapping[str, Tensor]) -> None:
-        own = self._buffers()
+    def _set_buffers(self, weights: Mapping[str, Tensor]) -> None:
+        buffers = self._buffers()
         with torch.no_grad():
-            for name, buffer in own.items():
+            for name, buffer in buffers.items():
                 buffer.copy_(weights[name])
-        self._known_buffers.update((name, weights[name]) for name in own)
+        self._known_buffers.update((name, weights[name]) for name in buffers)
         self._statistics_are_ahead = False
 
     def drop_uncounted(self, version: int) -> None:
@@ -239,7 +242,7 @@ class LocalLayers:
             return
         self.runtime.run(self.stage.wait_for_version(version))
         _, weights = self.runtime.run(self.stage.copied_weights(self.module.spec.index, None))
-        self._take_buffers(weights)
+        self._set_buffers(weights)
 
 
 def written_in_mid_step(names: Collection[str]) -> str:
@@ -247,9 +250,9 @@ def written_in_mid_step(names: Collection[str]) -> str:
     return (
         "weights of blocks, and weights that train, may be written only between two steps: all gradients of a step are "
         f"computed with the same weights. {quote_names(names)} were written in the middle of a step. Write them in "
-        "`on_train_batch_end` or `on_train_batch_start`, at the end of an accumulation window. A layer whose forward "
-        "writes its weights, as `nn.Embedding(max_norm=...)` does, needs that, too: leave `max_norm` out, and "
-        "renormalise there."
+        "`on_train_batch_end` or `on_train_batch_start`, at the end of an accumulation window. This also concerns "
+        "layers whose forward writes their weights, such as `nn.Embedding(max_norm=...)`: omit `max_norm`, and "
+        "renormalise in one of these hooks."
     )
 
 

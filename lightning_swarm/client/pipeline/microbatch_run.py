@@ -21,7 +21,7 @@ from lightning_swarm.network import SMALL_BYTES, PeerId
 from lightning_swarm.protocol import serialization
 
 # Turns of the event loop between the starts of two microbatches, so that the first stage can begin as soon as the first
-# of them has arrived. Microbatches small enough to travel inside of calls are sent all at once, which is cheaper.
+# microbatch has arrived. Microbatches small enough to travel inside calls are sent all at once, which is cheaper.
 _TURNS_APART: Final = 4
 
 
@@ -42,12 +42,12 @@ class MicrobatchRun:
         with context.under_way():
             calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in context.routers]
             try:
-                found = await context.with_memory(self._forward)
+                result = await context.with_memory(self._forward)
                 needs_backward = self.microbatch.key.adds and calls.gradient_end <= calls.last_stage
             finally:
                 if not needs_backward:
                     calls.release()
-        return found
+        return result
 
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         """Send the forwards of all stages, and replace peers that fail, until the last stage's result has come."""
@@ -69,28 +69,31 @@ class MicrobatchRun:
                 await recovery.mend(failure)
 
     async def backward(
-        self, gradients: serialization.Tree, *, adds: bool = True, sent: Callable[[], Awaitable[None]] = nothing
+        self, gradients: serialization.Tree, *, adds: bool = True, on_accepted: Callable[[], Awaitable[None]] = nothing
     ) -> serialization.Tree:
-        """Return the input's gradients if `Microbatch.input_grad` is set; call `sent` once all stages have accepted."""
-        # With `adds`, every stage that trains adds the gradients of its weights to its sum.
+        """Return the input's gradients if `Microbatch.input_grad` is set, otherwise None.
+
+        With `adds`, every stage that trains adds its weights' gradients to its sum. `on_accepted` is called once all
+        stages have accepted their backwards.
+        """
         self._num_backwards += 1
-        calls, context = self.calls if adds else self.calls.input_only(self._num_backwards), self.context
+        calls, context = self.calls if adds else self.calls.for_input_gradient(self._num_backwards), self.context
         calls.gradients = gradients
-        wants_input_gradient, again = self.microbatch.input_grad, self._num_backwards > 1
+        wants_input_gradient, recompute = self.microbatch.input_grad, self._num_backwards > 1
         began_s = now_s()
 
         async def run() -> serialization.Tree:
-            nonlocal again
-            backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, again=again)
-            again = True  # after `OutOfMemory` this runs once more, and peers may have used up their tensors
-            found = await backward.run(sent=sent)
+            nonlocal recompute
+            backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, recompute=recompute)
+            recompute = True  # if this runs once more after `OutOfMemory`, peers may have used up their tensors
+            result = await backward.run(on_accepted=on_accepted)
             if not backward.recovery.num_failures:
                 context.durations.add(now_s() - began_s)
-            return found
+            return result
 
         with context.under_way():
             try:
-                found = await context.with_memory(run)
+                result = await context.with_memory(run)
                 await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()
@@ -100,19 +103,19 @@ class MicrobatchRun:
                     microbatch=self.microbatch,
                     gradients=gradients,
                     route=[charge.peer for charge in calls.route],
-                    given=calls.given,
+                    evidence=calls.evidence,
                     replaced=frozenset(calls.replaced),
                 )
             )
-        return found
+        return result
 
     def prepare_for_statistics(self) -> None:
-        """Prepare a backward that only adds running statistics: servers repeat the forward, and get no gradients."""
-        own = self.microbatch
+        """Prepare a backward without gradients, in which servers repeat the forward to add running statistics."""
+        microbatch = self.microbatch
         # `grad=True`, although no gradient is computed: servers refuse a backward without it.
-        modes = [replaced(mode, grad=True, input_grad=False) for mode in own.modes]
-        self.microbatch = self.calls.microbatch = replace(own, modes=modes)
-        self._num_backwards += 1  # as after another backward, send the inputs again: peers may have no graph
+        modes = [replaced(mode, grad=True, input_grad=False) for mode in microbatch.modes]
+        self.microbatch = self.calls.microbatch = replace(microbatch, modes=modes)
+        self._num_backwards += 1  # so that `backward` recomputes: peers may have kept no graph
 
     async def _account_forward(self, stage: int) -> None:
         """Wait for the forward's report of a stage without a backward. A failure now does not fail the microbatch."""
@@ -127,19 +130,19 @@ class MicrobatchRun:
 def run_all(
     runtime: Runtime,
     works: Sequence[Coroutine[Any, Any, Any]],  # forwards or backwards of all microbatches of a call
-    first: serialization.Tree,  # the tensors that the first of them sends
-    *also: Coroutine[Any, Any, None],  # run at the same time
+    first: serialization.Tree,  # the tensors that the first microbatch sends
+    *others: Coroutine[Any, Any, None],  # run at the same time
     limit: int,  # microbatches under way at once
 ) -> list[Any]:
     """Run the microbatches of a call, and return their results in order."""
-    through = gather_bounded(works, limit, turns_apart=turns_apart(first))
-    both: list[Coroutine[Any, Any, Any]] = [through, *also]
-    return runtime.run(gather(both))[0] if also else runtime.run(through)
+    results = gather_bounded(works, limit, turns_apart=turns_apart(first))
+    coroutines: list[Coroutine[Any, Any, Any]] = [results, *others]
+    return runtime.run(gather(coroutines))[0] if others else runtime.run(results)
 
 
-def turns_apart(sent: serialization.Tree) -> int:
+def turns_apart(tensors: serialization.Tree) -> int:
     """Return the turns of the event loop between the starts of two microbatches that send such tensors."""
-    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
+    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(tensors)[1]) > SMALL_BYTES else 0
 
 
 async def replay(
@@ -149,13 +152,13 @@ async def replay(
     microbatch = copy.microbatch
     calls = StageCalls(context, microbatch, holders)
     calls.gradients = copy.gradients
-    for stage, (router, before) in enumerate(zip(context.routers, copy.route, strict=True)):
+    for stage, (router, former) in enumerate(zip(context.routers, copy.route, strict=True)):
         if stage in holders:
             charge = router.charge(holders[stage], microbatch.num_rows)
-        elif before in avoid or before not in router.peers or context.is_ejected(stage, before):
+        elif former in avoid or former not in router.peers or context.is_ejected(stage, former):
             charge = router.choose(microbatch.num_rows, now_s=now_s(), avoid=avoid)
         else:  # the peer that computed it may still hold its output
-            charge = router.charge(before, microbatch.num_rows)
+            charge = router.charge(former, microbatch.num_rows)
         calls.route.append(charge)
     backward = _BackwardRun(calls, wants_input_gradient=False, avoid=avoid)
     with context.under_way():
@@ -166,14 +169,14 @@ async def replay(
 
 
 async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
-    """Send the calls of all stages; replace busy peers, and resend the next stages' calls with the new source."""
+    """Send the forwards of all stages; replace busy peers, and resend the next stages' calls with the new source."""
     pause_s = FIRST_PAUSE_S
     context = calls.context
     deadline = now_s() + context.timeout
     avoid: list[set[PeerId]] = [set() for _ in context.routers]
     stages = list(range(calls.last_stage + 1))
     while True:
-        if in_order:  # a peer can begin again only after the peer before it
+        if in_order:  # after a failure, a peer can begin again only after the peer before it
             accepted = [await calls.send_forward(stage) for stage in stages]
         else:
             accepted = await gather(calls.send_forward(stage) for stage in stages)
@@ -192,7 +195,7 @@ async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
 
 
 async def send_until_accepted(calls: StageCalls, stage: int) -> None:
-    """Send a forward to the route's peer, again until it is not busy."""
+    """Send a forward to the route's peer, repeatedly while the peer is busy."""
     pause_s = FIRST_PAUSE_S
     deadline = now_s() + calls.context.timeout
     while not await calls.send_forward(stage):
@@ -204,7 +207,8 @@ async def _pause(calls: StageCalls, pause_s: float, deadline: float) -> float:
     """Wait for a busy peer, and return the next pause in seconds."""
     if now_s() >= deadline:
         raise DeadlineExceeded(
-            f"all peers of a stage were busy for {calls.context.timeout:g} s; {calls.microbatch.key} waits"
+            f"all peers of a stage were busy for {calls.context.timeout:g} s, and {calls.microbatch.key} still waits. "
+            "Start more servers for that stage, or raise `Limits.call_timeout`."
         )
     await asyncio.sleep(pause_s)
     return min(2 * pause_s, LONGEST_PAUSE_S)
@@ -218,17 +222,17 @@ class _BackwardRun:
         calls: StageCalls,
         *,
         wants_input_gradient: bool,
-        again: bool = False,  # an earlier backward used up the tensors that peers kept
+        recompute: bool = False,  # an earlier backward used up the tensors that peers kept
         avoid: frozenset[PeerId] = frozenset(),
     ) -> None:
         self._calls = calls
         self._replays = calls.holders is not None
-        self._recomputes = self._replays or again
+        self._recomputes = self._replays or recompute
         self._wants_input_gradient = wants_input_gradient
         self.recovery = BackwardRecovery(calls, avoid)
 
-    async def run(self, *, sent: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
-        """Return the input's gradients in wire form, or None; call `sent` once all stages have accepted their calls."""
+    async def run(self, *, on_accepted: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
+        """Return the input's gradients in wire form, or None; await `on_accepted` once all stages have accepted."""
         calls, recovery = self._calls, self.recovery
         stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         recovery.backwards.update(stages)
@@ -244,7 +248,7 @@ class _BackwardRun:
                     await self._send_again()
                 if not has_reported:
                     has_reported = True
-                    await sent()
+                    await on_accepted()
                 if not recovery.num_failures and not self._replays:
                     recovery.done.update(await calls.receive_all())
                 for stage in stages:

@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches along dimension 0, and joins their outputs and gradients again. Pure."""
+"""Cuts a batch into microbatches along dimension 0, and joins their outputs and gradients. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_swarm.model.partition import argument_of
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import to_cpu
 
-_REDUCED = (
+_REMEDY = (
     "Return per-sample losses (reduction='none') from the last block and reduce them in training_step, "
     "or return tensors with one row for each sample, or set `microbatch_size` to the length of dimension 0, so that "
     "each batch is computed whole."
@@ -39,15 +39,12 @@ class CallArguments:
 
     @property
     def kind(self) -> object:
-        """A key that calls from one line of code share: the arguments, with their numbers of dimensions and dtypes."""
-        keywords = [(name, tensors) for name, (_, tensors) in self.keywords.items()]
-        return tuple(
-            (name, *((tensor.ndim, tensor.dtype) for tensor in tensors))
-            for name, tensors in [("", self.tensors), *keywords]
-        )
+        """A key that calls from one line of code share: the arguments' names, numbers of dimensions and dtypes."""
+        by_name = [("", self.tensors), *((name, tensors) for name, (_, tensors) in self.keywords.items())]
+        return tuple((name, *((tensor.ndim, tensor.dtype) for tensor in tensors)) for name, tensors in by_name)
 
-    def where(self, index: int) -> str:
-        """Name the positional argument that a tensor belongs to, for an error message."""
+    def argument_text(self, index: int) -> str:
+        """Name the positional argument of the tensor with this index, for an error message."""
         args = serialization.unflatten(self.structure, self.tensors)
         ends = accumulate(len(serialization.leaves(arg)) for arg in args)
         return f"positional argument {bisect_right(list(ends), index)}"
@@ -67,8 +64,8 @@ def num_rows(arguments: CallArguments, shared: Collection[str]) -> int:
     for index, tensor in enumerate(arguments.tensors):
         if tensor.ndim == 0:
             raise ConfigError(
-                "tensors must have a dimension 0 to be split along, got a 0-dimensional one in "
-                f"{arguments.where(index)}. Pass it as a keyword, or pass a Python number."
+                "tensors must have a dimension 0 along which they are split, got a 0-dimensional tensor in "
+                f"{arguments.argument_text(index)}. Pass it as a keyword, or pass a Python number."
             )
     if not arguments.tensors:
         raise ConfigError(
@@ -80,21 +77,22 @@ def num_rows(arguments: CallArguments, shared: Collection[str]) -> int:
     for index, tensor in enumerate(arguments.tensors):
         if len(tensor) != rows:
             remedy = "pass it as a keyword and name it in `shared=(...)` if every microbatch needs it whole"
-            raise _lengths_differ(arguments, rows, len(tensor), arguments.where(index), remedy)
+            raise _lengths_differ(arguments, rows, len(tensor), arguments.argument_text(index), remedy)
     for name, (_, tensors) in arguments.keywords.items():
         for tensor in tensors:
-            if argument_of(name) not in shared and not _is_for_all(tensor) and len(tensor) != rows:
+            if argument_of(name) not in shared and not _is_broadcast(tensor) and len(tensor) != rows:
                 remedy = "name it in `shared=(...)` if every microbatch needs it whole"
                 raise _lengths_differ(arguments, rows, len(tensor), f"`{name}`", remedy)
     if rows == 0:
-        raise ConfigError(f"a batch must have at least one row, got 0 in {arguments.where(0)}. Skip empty batches.")
+        where = arguments.argument_text(0)
+        raise ConfigError(f"a batch must have at least one row, got 0 in {where}. Skip empty batches.")
     return rows
 
 
 def _lengths_differ(arguments: CallArguments, rows: int, length: int, where: str, remedy: str) -> ConfigError:
     return ConfigError(
         "tensors that are split must have the same length in dimension 0, got "
-        f"{rows} in {arguments.where(0)} and {length} in {where}. Make them agree, or {remedy}."
+        f"{rows} in {arguments.argument_text(0)} and {length} in {where}. Give them equal lengths, or {remedy}."
     )
 
 
@@ -121,7 +119,7 @@ def take_rows(arguments: CallArguments, indices: Tensor, shared: Collection[str]
     keywords = {
         name: (
             structure,
-            [tensor if argument_of(name) in shared or _is_for_all(tensor) else taken(tensor) for tensor in tensors],
+            [tensor if argument_of(name) in shared or _is_broadcast(tensor) else taken(tensor) for tensor in tensors],
         )
         for name, (structure, tensors) in arguments.keywords.items()
     }
@@ -130,8 +128,8 @@ def take_rows(arguments: CallArguments, indices: Tensor, shared: Collection[str]
 
 def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[str]) -> list[MicrobatchInput]:
     """Cut the arguments of a call into microbatches of `size` rows, or fewer in the last; their tensors are views."""
-    # Each microbatch gets whole: keyword arguments that would be broadcast (no dimensions, or a single row for all
-    # samples), arguments whose names are `shared`, and everything that is no tensor.
+    # Each microbatch gets whole keyword arguments if they would be broadcast (no dimensions, or a single row for all
+    # samples), if their names are in `shared`, or if they are no tensors.
     if size < 1:
         raise ConfigError(f"`microbatch_size` must be at least 1, got {size}. Raise it.")
     starts = range(0, rows, size)
@@ -141,7 +139,7 @@ def split(arguments: CallArguments, *, rows: int, size: int, shared: Collection[
             structure,
             [
                 (tensor,) * len(starts)
-                if argument_of(name) in shared or _is_for_all(tensor)
+                if argument_of(name) in shared or _is_broadcast(tensor)
                 else torch.split(tensor, size)
                 for tensor in tensors
             ],
@@ -162,11 +160,11 @@ def concat(outputs: Sequence[serialization.Tree], sizes: Sequence[int]) -> tuple
     """Join the outputs of microbatches, flat; refuse structures that differ, and lengths other than `sizes`."""
     flat = [serialization.flatten(output) for output in outputs]
     structure = flat[0][0]
-    for number, (other, _) in enumerate(flat):
-        if other != structure:
+    for number, (own_structure, _) in enumerate(flat):
+        if own_structure != structure:
             raise ConfigError(
                 "the last block must return the same structure for every microbatch, with equal constants, "
-                f"got {_shorten(structure)} for microbatch 0 and {_shorten(other)} for microbatch {number}. "
+                f"got {_shorten(structure)} for microbatch 0 and {_shorten(own_structure)} for microbatch {number}. "
                 "Return tensors with one row for each sample in place of numbers."
             )
     columns = list(zip(*(tensors for _, tensors in flat), strict=True))
@@ -177,17 +175,17 @@ def split_gradients(gradients: Sequence[Tensor | None], sizes: Sequence[int]) ->
     """Cut the gradients ``[rows, ...]`` of a joined output into the gradients of its microbatches, as views."""
     if len(sizes) == 1:
         return [tuple(gradients)]
-    columns = [[None] * len(sizes) if g is None else torch.split(g, list(sizes)) for g in gradients]
+    columns = [[None] * len(sizes) if grad is None else torch.split(grad, list(sizes)) for grad in gradients]
     return [tuple(column[number] for column in columns) for number in range(len(sizes))]
 
 
 def concat_gradients(gradients: Sequence[Sequence[Tensor | None]], sizes: Sequence[int]) -> tuple[Tensor | None, ...]:
-    """Join the input gradients of microbatches; a missing one counts as zero, unless all are missing."""
+    """Join the input gradients of microbatches; a missing gradient counts as zero, unless all are missing."""
     return tuple(_concat_column(column, sizes) for column in zip(*gradients, strict=True))
 
 
-def _is_for_all(tensor: Tensor) -> bool:
-    """Return whether a keyword's tensor is for all samples. If one row is a sample's, the batch is not cut anyway."""
+def _is_broadcast(tensor: Tensor) -> bool:
+    """Return whether a keyword's tensor is for all samples: it has no dimension, or one row, as in a batch of one."""
     return tensor.ndim == 0 or tensor.shape[0] == 1
 
 
@@ -197,12 +195,12 @@ def _concat_rows(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     for number, (tensor, size) in enumerate(zip(column, sizes, strict=True)):
         if tensor.ndim == 0:
             raise ConfigError(
-                "the last block must return tensors with one row for each sample, got a 0-dimensional one. " + _REDUCED
+                f"the last block must return tensors with one row for each sample, got a 0-dimensional one. {_REMEDY}"
             )
         if tensor.shape[0] != size:
             raise ConfigError(
                 f"the last block must return one row for each of the {size} samples of microbatch {number}, got shape "
-                f"{tuple(tensor.shape)}. {_REDUCED}"
+                f"{tuple(tensor.shape)}. {_REMEDY}"
             )
         if tensor.shape[1:] != column[0].shape[1:] or tensor.dtype != column[0].dtype:
             raise ConfigError(
@@ -214,11 +212,12 @@ def _concat_rows(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def _concat_column(column: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    some = next((gradient for gradient in column if gradient is not None), None)
-    if some is None or len(column) == 1:
-        return some
-    rest = some.shape[1:]
-    return torch.cat([some.new_zeros(n, *rest) if g is None else g for g, n in zip(column, sizes, strict=True)])
+    first = next((gradient for gradient in column if gradient is not None), None)
+    if first is None or len(column) == 1:
+        return first
+    rest = first.shape[1:]
+    pairs = zip(column, sizes, strict=True)
+    return torch.cat([first.new_zeros(size, *rest) if grad is None else grad for grad, size in pairs])
 
 
 def _shorten(structure: serialization.Structure) -> str:

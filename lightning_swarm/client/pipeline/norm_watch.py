@@ -1,4 +1,4 @@
-"""Finds calls that change running statistics of batch norms; refuses or warns where plain Lightning differs."""
+"""Finds calls that change running statistics of batch norms; refuses or warns if plain Lightning would differ."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class NormWatch:
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Find the batch norms among the modules of blocks, given with their names."""
         self.names = {module: name for name, module in modules if isinstance(module, _BatchNorm)}
-        self._has_warned = self._has_warned_of_parts = False
+        self._has_warned_of_loss = self._has_warned_of_parts = False
 
     def changes(self, *, in_batch: bool) -> bool:
-        """Return whether a call changes running statistics; refuse a change outside of a batch."""
+        """Return whether a call now would change running statistics; refuse such a call outside of a batch."""
         changing = next(filter(_tracks, self.names), None)
         if changing is not None and not in_batch:
             raise ConfigError(
-                "running statistics of `BatchNorm` in blocks change in `training_step` only: got a call of the "
+                "running statistics of `BatchNorm` in blocks may change in `training_step` only: got a call of the "
                 f"pipelined module in another hook, with {self.names[changing]!r} in train mode. Call `eval()` "
-                "before; to estimate the statistics anew, as `update_bn` does, call a copy (`copy.deepcopy`) and load "
+                "first. To estimate new statistics, as `update_bn` does, call a copy (`copy.deepcopy`) and load "
                 "its state."
             )
         return changing is not None
@@ -42,11 +42,11 @@ class NormWatch:
         if names and not self._has_warned_of_parts:
             self._has_warned_of_parts = True
             _log.warning(
-                "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (of "
-                "%d samples) by the statistics of this microbatch, as in a plain loop over batches of that size, not "
-                "by those of the whole batch; its running statistics count each microbatch once, in order. For "
-                "statistics over more samples raise `microbatch_size`; GroupNorm and LayerNorm know no batch, and "
-                "train as on one machine.",
+                "Blocks of the pipeline contain %d BatchNorm modules (%s%s). They normalise each microbatch (of %d "
+                "samples) by the statistics of this microbatch, not of the whole batch, as in a plain loop over "
+                "batches of that size. Running statistics count each microbatch once, in order. For statistics over "
+                "more samples, raise `microbatch_size`. GroupNorm and LayerNorm do not depend on the batch, and train "
+                "as on one machine.",
                 len(names),
                 ", ".join(names[:_MAX_NAMED]),
                 ", ..." if len(names) > _MAX_NAMED else "",
@@ -55,11 +55,11 @@ class NormWatch:
 
     def batch_without_loss(self) -> None:
         """Warn once that running statistics do not count a batch whose `training_step` returned no loss."""
-        if any(map(_tracks, self.names)) and not self._has_warned:
-            self._has_warned = True
+        if any(map(_tracks, self.names)) and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
             _log.warning(
                 "BatchNorm in the pipeline is in train mode, and a `training_step` returned no loss: its running "
-                "statistics do not count that batch, and plain Lightning's would. Return a loss of zero."
+                "statistics do not count that batch, as they would in plain Lightning. Return a loss of zero instead."
             )
 
 

@@ -13,9 +13,9 @@ from lightning_swarm.client.pipeline.call_factory import CallFactory, GrantedBat
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.differentiation import (
     GradientMarks,
-    adds_nothing,
     check_transforms,
-    trained,
+    is_frozen_call,
+    trained_weights,
     uncached,
     weights_node,
 )
@@ -37,17 +37,17 @@ class Pipeline:
 
     def __init__(self, context: PipelineContext, runtime: Runtime, config: PipelineConfig) -> None:
         self.context, self.config = context, config
-        self.before_call: Callable[[bool], None] | None = None  # argument: the call is outside of a batch
+        self.before_call: Callable[[bool], None] | None = None  # its argument: whether the call is outside of a batch
         self.num_microbatches = 0  # sum over all calls so far
         self._named_modules = [list(stage.named_block_modules()) for stage in config.stages]
         self.leftovers = Leftovers({name: module for named in self._named_modules for name, module in named})
         self.factory = CallFactory(context, runtime, config, self.leftovers)
         self._weights = [weight for stage in config.stages for weight in stage.parameters()]
-        registers = [module._parameters for stage in config.stages for module in stage.modules()]
-        self._registers = [(register, list(register)) for register in registers]
-        self._registered = self._found_weights()
+        owners = [module._parameters for stage in config.stages for module in stage.modules()]
+        self._owners = [(owner, list(owner)) for owner in owners]  # (a module's parameters by name, their first order)
+        self._first_weights = self._current_weights()
         self.marks = GradientMarks(self._weights)
-        self.norms = NormWatch(one for named in self._named_modules for one in named)
+        self.norms = NormWatch(pair for named in self._named_modules for pair in named)
         row_check = partial(
             RowCheck, shared=config.shared, codec=config.codecs.activations, has_batch_norm=bool(self.norms.names)
         )
@@ -70,8 +70,8 @@ class Pipeline:
         arguments = CallArguments.of(args, extras)
         tensors = list(arguments.tensors)
         keywords = {name: (extras, arguments.keywords[name][1]) for name in arguments_in(extras)}
-        given: Given = {POSITIONAL: (args, tensors), **keywords}
-        states = [states.read() for states in self.factory.states]
+        given: Given = {POSITIONAL: (args, tensors), **keywords}  # blocks may write into them
+        states = [state.read() for state in self.factory.states]
         self.check_transforms(tensors)
         grad = torch.is_grad_enabled()
         check_global()
@@ -82,7 +82,7 @@ class Pipeline:
             grad=grad,
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
-        wanted = trained(self._weights) if grad else []
+        trained_now = trained_weights(self._weights) if grad else []
         with torch.inference_mode(False), torch.no_grad():  # other threads cannot use inference tensors
             arguments = detached(arguments)
             rows = num_rows(arguments, self.config.shared)
@@ -95,40 +95,39 @@ class Pipeline:
             self.num_microbatches += len(parts)
             changes_statistics = self.norms.changes(in_batch=batch is not None)
             # A call without gradients that changes no statistics is an evaluation, and belongs to no batch.
-            own = batch if grad or changes_statistics else None
+            call_batch = batch if grad or changes_statistics else None
             call = PipelineCall(
                 self.factory,
                 self.marks,
-                own,
-                self.factory.microbatches(own, arguments, by_stage(mode, states), parts),
-                adds_nothing=grad and adds_nothing(wanted, None if batch is None else batch.trained),
+                call_batch,
+                self.factory.microbatches(call_batch, arguments, by_stage(mode, states), parts),
+                is_frozen=grad and is_frozen_call(trained_now, None if batch is None else batch.trained),
                 changes_statistics=changes_statistics,
             )
         if grad:
             # Without an input that requires a gradient, autograd would leave the function out.
             leaf = torch.zeros((), requires_grad=True)
-            found = PipelineFunction.apply(call, leaf, weights_node(wanted), *tensors)  # type: ignore[no-untyped-call]
+            weights = weights_node(trained_now)
+            outputs = PipelineFunction.apply(call, leaf, weights, *tensors)  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                found, _ = call.forward()
-        return call.form.placed(found, given)
+                outputs, _ = call.forward()
+        return call.form.assemble(outputs, given)
 
     def check_transforms(self, tensors: Iterable[Tensor]) -> None:
-        """Refuse a call under a functional transform, or with other weights in the blocks than the run's."""
-        check_transforms(tensors, self._registered, self._found_weights())
+        """Refuse a call in a functional transform, or with weights in the blocks that are not the run's."""
+        check_transforms(tensors, self._first_weights, self._current_weights())
 
-    def _found_weights(self) -> list[nn.Parameter | None]:
+    def _current_weights(self) -> list[nn.Parameter | None]:
         """Return the weights that the blocks hold now, without a walk through their modules."""
-        # By name, because code that takes a weight out and puts it back, such as pruning, leaves another order.
+        # By name, because code that removes a weight and restores it, such as pruning, changes the order.
         return [
-            register.get(name)
-            for register, names in self._registers
-            for name in (names if len(names) == len(register) else register)
+            owner.get(name) for owner, names in self._owners for name in (names if len(names) == len(owner) else owner)
         ]
 
     def begin_batch(self, grant: Grant) -> GrantedBatch:
         """Begin a batch."""
-        self.factory.batch = GrantedBatch(grant, trained(self._weights))
+        self.factory.batch = GrantedBatch(grant, trained_weights(self._weights))
         return self.factory.batch
 
     def enter_generation(self, generation: int, version: int) -> None:
@@ -137,12 +136,12 @@ class Pipeline:
         self.marks.begin_window()
 
     def count_statistics(self) -> None:
-        """Let running statistics count the batch's calls without a backward, as plain Lightning does."""
+        """Add the batch's calls without a backward to the running statistics, as plain Lightning does."""
         for call in self.batch.calls if self.batch is not None else ():
             call.count_statistics()
 
     def end_batch(self) -> None:
-        """End the current batch. Its calls without a backward will not get one."""
+        """End the current batch. No call of it gets a backward any more."""
         batch, self.factory.batch = self.factory.batch, None
         for call in batch.calls if batch is not None else ():
             call.release()
@@ -150,7 +149,7 @@ class Pipeline:
     def _check_extras(self, extras: dict[str, Any]) -> None:
         """Refuse keyword arguments that no block names."""
         known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
-        # With `CALLS`, the arguments were bound to the blocks already.
+        # With `CALLS`, the arguments are already bound to the blocks.
         for name in () if CALLS in extras else extras:
             if name not in known:
                 raise TypeError(

@@ -27,41 +27,43 @@ from lightning_swarm.network import PeerId
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
-_MAX_REPEATS: Final = 8  # repeats at one stage before a microbatch is given up; the call timeout must have passed, too
-_MIN_FAILURES: Final = 8  # likewise, failures at all stages
-_MAX_OF_A_HOLDER: Final = 2  # times that a living holder is asked again
+# A microbatch is given up when it exceeds either number and the call timeout has passed.
+_MAX_REPEATS: Final = 8  # repeated requests at one stage
+_MAX_FAILURES: Final = 8  # failures at all stages together
+
+_MAX_HOLDER_REPEATS: Final = 2  # times that a living holder is asked again
 
 
 class GradientHolderGone(PeerError):
     """Raised if the holder that a replay names for a gradient did not add it. No other peer may take its place."""
 
     def __init__(self, peer: PeerId, error: PeerError) -> None:
-        super().__init__(f"{peer} shall hold a gradient, and did not add it: {error}")
+        super().__init__(f"{peer} must hold a gradient, but did not add it: {error}")
         self.peer = peer
 
 
-# A peer that is gone or silent, or that refuses or sends malformed answers, is ejected and replaced. A late but living
-# peer is first asked to cancel: if it has already added the gradient, that counts. A peer whose input never came is not
-# at fault. Its sender is asked again, and then another pair of peers is tried. The ledgers make all of this harmless: a
-# peer that is asked twice adds once, and the closing names one holder for each gradient.
+# A peer that is gone or silent, refuses a call or sends malformed answers is ejected and replaced. A late but living
+# peer first gets a cancel request; if it has already added the gradient, the gradient counts. A peer whose input never
+# arrived is not at fault: its sender is asked again, and then another pair of peers is tried. Ledgers make repeated
+# requests harmless: a peer that is asked twice adds once, and the closing names one holder for each gradient.
 @dataclass
 class Recovery:
     """Counts failures and replaces peers, in forwards and backwards."""
 
     calls: StageCalls
-    avoid: frozenset[PeerId] = frozenset()  # peers that are gone
+    avoid: frozenset[PeerId] = frozenset()  # peers known to be gone
     num_failures: int = 0
-    _failing_since_s: float | None = None  # time of the first failure, or of the first after a wait for servers
+    _failing_since_s: float | None = None  # time of the first failure, or of the first after the last wait for servers
     _pause_s: float = FIRST_PAUSE_S
     _repeats: Counter[int] = field(default_factory=Counter)  # stage -> requests that were repeated
     _missing_inputs: Counter[tuple[PeerId, ...]] = field(default_factory=Counter)  # (receiver, *senders) -> failures
 
     def __post_init__(self) -> None:
         self.context, self.microbatch = self.calls.context, self.calls.microbatch
-        self.holders = self.calls.holders or {}  # stage -> peer that no other may replace
+        self.holders = self.calls.holders or {}  # stage -> peer that no other peer may replace
 
-    async def _note(self, failure: StageCallFailed) -> None:
-        """Count a failure, or raise `StepError`. Before repeated requests, pause, longer each time."""
+    async def _count(self, failure: StageCallFailed) -> None:
+        """Count a failure; raise `StepError` after too many. Pause before repeated requests, longer each time."""
         if self.context.transport.closed:  # this peer itself is closed
             raise failure.error
         self.num_failures += 1
@@ -70,8 +72,8 @@ class Recovery:
             self._failing_since_s = now_s()
         if isinstance(failure.error, DeadlineExceeded):
             self.context.durations.extend()  # doubles deadlines, because all peers may have become slower
-        repeated = isinstance(failure.error, (TicketGone, InputMissing))
-        self.context.fault_counts["repeated" if repeated else "replaced"] += 1
+        is_repeat = isinstance(failure.error, (TicketGone, InputMissing))  # the peer itself is not at fault
+        self.context.fault_counts["repeated" if is_repeat else "replaced"] += 1
         self.context.events.note(
             "retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error)
         )
@@ -80,19 +82,19 @@ class Recovery:
             self.context.events.log_only(
                 "out_of_memory", peer=failure.peer, stage=failure.stage, step=key.step, reason=reason
             )
-        self._repeats[failure.stage] += repeated
+        self._repeats[failure.stage] += is_repeat
         trying_s = now_s() - self._failing_since_s
         if trying_s > self.context.timeout and self._repeats[failure.stage] > _MAX_REPEATS:
             raise StepError(
                 f"stage {failure.stage} did not finish {key} in {self._repeats[failure.stage]} attempts, "
-                f"{trying_s:.0f} s; the last: {failure.error}"
+                f"{trying_s:.0f} s; the last error: {failure.error}"
             ) from failure.error
-        if trying_s > self.context.timeout and self.num_failures > _MIN_FAILURES:
+        if trying_s > self.context.timeout and self.num_failures > _MAX_FAILURES:
             raise StepError(
                 f"no peer of stage {failure.stage} computed {key} in {self.num_failures} attempts, {trying_s:.0f} s; "
-                f"the last: {failure.error}. Start more servers for that stage, or raise `Limits.call_timeout`."
+                f"the last error: {failure.error}. Start more servers for that stage, or raise `Limits.call_timeout`."
             ) from failure.error
-        if repeated and self._repeats[failure.stage] > 1:
+        if is_repeat and self._repeats[failure.stage] > 1:
             await self._pause()
 
     async def _pause(self) -> None:
@@ -103,7 +105,7 @@ class Recovery:
         """Eject and replace the peer that failed; a living holder is asked again first."""
         if failure.stage in self.holders and not isinstance(failure.error, (Unreachable, NotMember)):
             self._repeats[failure.stage] += 1
-            if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
+            if self._repeats[failure.stage] <= _MAX_HOLDER_REPEATS:
                 return  # perhaps a message was lost
         self.context.eject(failure.stage, failure.peer, self.microbatch.key.step, failure.error)
         self.calls.replaced.add((failure.stage, failure.peer))
@@ -113,8 +115,8 @@ class Recovery:
             await self.context.check_reachable(failure.peer)
         if self.context.is_empty(failure.stage):
             await self.context.wait_for_stage(failure.stage, step=self.microbatch.key.step)
-            self._failing_since_s = None  # no peer was tried meanwhile
-        if self.context.is_ejected(failure.stage, self.calls.peer(failure.stage)):  # so are all others of the stage
+            self._failing_since_s = None  # no peer was tried during the wait
+        if self.context.is_ejected(failure.stage, self.calls.peer(failure.stage)):  # then all peers of the stage are
             await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
@@ -123,15 +125,15 @@ class Recovery:
         if stage in self.holders:
             raise GradientHolderGone(peer, error) from error
         neighbours = {self.calls.peer(near) for near in (stage - 1, stage + 1) if 0 <= near <= self.calls.last_stage}
-        unconnected = {other for pair in self._missing_inputs if neighbours.intersection(pair) for other in pair}
+        unconnected = {member for pair in self._missing_inputs if neighbours.intersection(pair) for member in pair}
         avoid = frozenset({peer, *self.avoid, *(unconnected - neighbours)})
         self.calls.reroute(stage, avoid)
 
     def _separate(self, failure: StageCallFailed, senders: list[int]) -> int | None:
-        """Replace the receiver or a sender of an input that failed to come twice; return the replaced peer's stage."""
+        """Replace the receiver or a sender of an input that was missing twice; return the replaced peer's stage."""
         pair = (failure.peer, *(self.calls.peer(stage) for stage in senders))
         self._missing_inputs[pair] += 1
-        if self._missing_inputs[pair] == 1:  # the senders are asked once more
+        if self._missing_inputs[pair] == 1:  # the caller asks the senders once more
             return None
         for stage in (failure.stage, *senders):
             if stage not in self.holders and self.context.has_other_peer(stage, self.calls.peer(stage)):
@@ -141,13 +143,13 @@ class Recovery:
 
 
 class ForwardRecovery(Recovery):
-    """Repairs a route so that all calls can be sent again. Peers do not repeat calls that are done or under way."""
+    """Repairs a route so that all forwards can be sent again. Peers repeat no call that is done or under way."""
 
     async def mend(self, failure: StageCallFailed) -> None:
         """Find and replace the peer that failed. The caller then sends all calls again, in order."""
         if isinstance(failure.error, (InputMissing, DeadlineExceeded)):
             failure = await self._first_failure() or failure  # later stages only pass on earlier failures
-        await self._note(failure)
+        await self._count(failure)
         if isinstance(failure.error, InputMissing):
             self._separate(failure, [failure.stage - 1] if failure.stage else [])
         elif not isinstance(failure.error, TicketGone):
@@ -171,37 +173,37 @@ class ForwardRecovery(Recovery):
 
 @dataclass
 class BackwardRecovery(Recovery):
-    """Lists the calls to resend so that every stage's gradient is in one sum."""
+    """Lists the calls to resend so that every stage's gradient is in exactly one sum."""
 
     forwards: set[int] = field(default_factory=set)  # stages whose forward must be resent, in order, before backwards
     backwards: set[int] = field(default_factory=set)  # stages whose backward must be resent, last first
-    done: set[int] = field(default_factory=set)  # stages whose receipt has come
+    done: set[int] = field(default_factory=set)  # stages whose receipt has arrived
     _late: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that missed a deadline once
 
     async def mend(self, failure: StageCallFailed) -> None:
-        """Find the calls to resend, and their peers. Raise `GradientHolderGone` if no other peer may do it."""
-        await self._note(failure)
+        """Find the calls to resend, and their peers. Raise `GradientHolderGone` if a holder failed."""
+        await self._count(failure)
         stage, last = failure.stage, self.calls.last_stage
         if isinstance(failure.error, (GradientGone, GradientMissing)):
-            # Each gradient can be fetched once, so all of them are computed again, from the last stage on. Their peers
-            # still hold the inputs, or report which are missing.
+            # Each gradient can be fetched once, so all later stages compute their gradients again. Their peers still
+            # hold the inputs, or report which are missing.
             self.backwards.update(range(stage, last + 1))
             self.done.difference_update(range(stage, last + 1))
             if isinstance(failure.error, GradientMissing):
-                self._note_moved(self._separate(failure, [stage + 1] if stage < last else []))
+                self._note_replaced(self._separate(failure, [stage + 1] if stage < last else []))
         elif isinstance(failure.error, (TicketGone, InputMissing)):
             self.forwards.update(range(stage))
             self.backwards.add(stage)
             if isinstance(failure.error, InputMissing):
-                self._note_moved(self._separate(failure, [stage - 1] if stage else []))
-        elif isinstance(failure.error, DeadlineExceeded) and await self._added_late(failure):
-            self.backwards.add(stage)  # its receipt counts, but the cancel dropped the gradient for the stage before
+                self._note_replaced(self._separate(failure, [stage - 1] if stage else []))
+        elif isinstance(failure.error, DeadlineExceeded) and await self._has_added_late(failure):
+            self.backwards.add(stage)  # the receipt counts, but the cancel dropped the gradient for the stage before
         else:
             await self._replace(failure)
-            self._note_moved(stage)
+            self._note_replaced(stage)
 
-    def _note_moved(self, stage: int | None) -> None:
-        """List calls to resend: a stage's new peer kept nothing; earlier stages wait for the former peer's gradient."""
+    def _note_replaced(self, stage: int | None) -> None:
+        """List calls to resend: the stage's new peer has nothing, and earlier stages wait for the former peer."""
         if stage is None:
             return
         self.done.discard(stage)
@@ -209,8 +211,8 @@ class BackwardRecovery(Recovery):
         if stage < self.calls.gradient_end:
             self.forwards.update(range(stage + 1))
 
-    async def _added_late(self, failure: StageCallFailed) -> bool:
-        """Cancel a late call; True if its gradient is already in the sum. A peer that is late twice counts as gone."""
+    async def _has_added_late(self, failure: StageCallFailed) -> bool:
+        """Cancel a late call; return True if its gradient is already in the sum. A peer late twice counts as gone."""
         late = (failure.stage, failure.peer)
         if late in self._late or self.calls.peer(failure.stage) != failure.peer:
             return False

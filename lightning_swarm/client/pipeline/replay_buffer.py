@@ -32,20 +32,20 @@ class Microbatch:
     extras: Sequence[dict[str, Any]]  # keyword arguments of each stage
     modes: Sequence[ComputeMode]  # one for each stage; they differ only in the modes of the stage's modules
     weight: float  # weight of its batch
-    first_trained: int = 0  # earlier stages train nothing, and get a gradient only if the input wants one
+    first_trained: int = 0  # stages before it train nothing, and compute gradients only for the input
 
     @property
     def input_grad(self) -> bool:
-        """True if the pipeline's own input wants a gradient."""
+        """True if the pipeline's input requires a gradient."""
         return self.modes[0].input_grad
 
     def own_input(self, stage: int) -> serialization.Tree:
-        """Return the input that the trainer itself sends to a stage: the first one's positional inputs, and extras."""
+        """Return the input that the trainer itself sends to a stage: extras, and for stage 0 the positional inputs."""
         return (None if stage else self.inputs, self.extras[stage])
 
     @cached_property
     def sent(self) -> Sequence[tuple[serialization.Structure, list[Tensor]]]:
-        """Each stage's `own_input`, flattened once for all forwards that bring it."""
+        """Each stage's `own_input`, flattened once for all forwards that send it."""
         return [serialization.flatten(self.own_input(stage)) for stage in range(len(self.extras))]
 
     @cached_property
@@ -63,8 +63,8 @@ def _specs(tree: serialization.Tree) -> tuple[TensorSpec, ...]:
     return tuple(leaf.spec if isinstance(leaf, serialization.Encoded) else spec_of(leaf) for leaf in leaves)
 
 
-class GivenResult(NamedTuple):
-    """A server, and the digest of a result that the trainer received from it."""
+class ResultEvidence(NamedTuple):
+    """A server, and the digest of a result that only this trainer received from it. Audits read it."""
 
     server: PeerId
     digest: bytes
@@ -77,14 +77,14 @@ class ReplayCopy:
     microbatch: Microbatch
     gradients: serialization.Tree  # one or None for each tensor of the last stage's output, in wire form
     route: Sequence[PeerId]  # peers that computed each stage; they may still hold its activations
-    # As recorded by a `ResultCheck`: the pipeline's output, and the gradient of its input if the trainer requested it.
-    given: Mapping[Direction, GivenResult] = field(default_factory=dict)
+    # For the pipeline's output, and the gradient of its input if the trainer requested it; see `ResultCheck`.
+    evidence: Mapping[Direction, ResultEvidence] = field(default_factory=dict)
     replaced: Collection[tuple[int, PeerId]] = ()  # (stage, peer) that failed and was replaced
 
 
 @dataclass(frozen=True)
 class _SpilledCopy:
-    """A copy whose tensors are in the file."""
+    """A copy whose tensors are in the temporary file."""
 
     without_tensors: ReplayCopy
     structure: serialization.Structure  # tree of (inputs, extras, gradients)
@@ -100,10 +100,10 @@ class ReplayBuffer:
         self._max_bytes = max_bytes
         self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # key -> (copy, bytes of its tensors)
         self._spilled: dict[CallKey, _SpilledCopy] = {}
-        # Results and replaced servers of each microbatch, kept even if its copy is lost.
-        self._given: dict[CallKey, tuple[Mapping[Direction, GivenResult], Collection[tuple[int, PeerId]]]] = {}
+        # (evidence of results, replaced servers) of each microbatch, kept even if its copy is lost.
+        self._evidence: dict[CallKey, tuple[Mapping[Direction, ResultEvidence], Collection[tuple[int, PeerId]]]] = {}
         self._file = TensorFile()
-        self._using_file = asyncio.Lock()
+        self._file_lock = asyncio.Lock()
         self._decided = -1  # the newest decided step, as far as this trainer knows
         self.used_bytes = 0  # bytes of tensors in memory
         self.num_spilled = 0  # copies that did not fit into memory, so far
@@ -120,8 +120,8 @@ class ReplayBuffer:
         if key.step <= self._decided:
             return  # decided without this trainer: its batch was struck, or servers completed it
         self._forget(key)
-        if copy.given or copy.replaced:
-            self._given[key] = copy.given, copy.replaced
+        if copy.evidence or copy.replaced:
+            self._evidence[key] = copy.evidence, copy.replaced
         microbatch = copy.microbatch
         structure, tensors = serialization.flatten((microbatch.inputs, list(microbatch.extras), copy.gradients))
         num_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -131,7 +131,7 @@ class ReplayBuffer:
             return
         self.num_spilled += 1
         without_tensors = replace(copy, microbatch=replace(microbatch, inputs=(), extras=()), gradients=())
-        async with self._using_file:
+        async with self._file_lock:
             try:
                 extents = await asyncio.to_thread(self._file.write, tensors)
             except OSError as error:
@@ -140,42 +140,42 @@ class ReplayBuffer:
                 self._spilled[key] = _SpilledCopy(without_tensors, structure, extents)
 
     async def find(self, key: CallKey) -> ReplayCopy | None:
-        """Return a copy, or None if it is not kept here."""
+        """Return the copy of a microbatch; None if there is none."""
         if key in self._in_memory:
             return self._in_memory[key][0]
-        async with self._using_file:
+        async with self._file_lock:
             spilled = self._spilled.get(key)
             return None if spilled is None else await asyncio.to_thread(self._read, spilled)
 
     def result_digests(self, generation: int, step: int) -> dict[tuple[PeerId, Direction], dict[Receipt, bytes]]:
         """Return the digests of a step's results, by server and direction, even if the copies are lost."""
-        found: defaultdict[tuple[PeerId, Direction], dict[Receipt, bytes]] = defaultdict(dict)
-        for key, (given, _) in self._given.items():
+        digests: defaultdict[tuple[PeerId, Direction], dict[Receipt, bytes]] = defaultdict(dict)
+        for key, (evidence, _) in self._evidence.items():
             if (key.generation, key.step) == (generation, step):
-                for direction, one in given.items():
-                    found[one.server, direction][key.receipt] = one.digest
-        return found
+                for direction, result in evidence.items():
+                    digests[result.server, direction][key.receipt] = result.digest
+        return digests
 
     def replaced(self, generation: int, step: int) -> dict[tuple[int, PeerId], set[Receipt]]:
         """Return the microbatches of a step in which peers failed and were replaced, by stage and peer."""
-        found: defaultdict[tuple[int, PeerId], set[Receipt]] = defaultdict(set)
-        for key, (_, replaced) in self._given.items():
+        receipts: defaultdict[tuple[int, PeerId], set[Receipt]] = defaultdict(set)
+        for key, (_, replaced) in self._evidence.items():
             if (key.generation, key.step) == (generation, step):
-                for unit in replaced:
-                    found[unit].add(key.receipt)
-        return found
+                for stage_and_peer in replaced:
+                    receipts[stage_and_peer].add(key.receipt)
+        return receipts
 
     async def release(self, step: int) -> None:
-        """Drop the copies of `step` and of all earlier steps, which are decided."""
+        """Drop the copies of `step` and all earlier steps, because they are decided."""
         self._decided = max(self._decided, step)
-        for key in [key for key in (*self._in_memory, *self._spilled, *self._given) if key.step <= step]:
+        for key in [key for key in (*self._in_memory, *self._spilled, *self._evidence) if key.step <= step]:
             self._forget(key)
         await self._clear_unused_file()
 
     async def clear(self) -> None:
         """Drop all copies, because the run rolled back or is void; accept copies of any step again."""
         self._decided = -1
-        for key in (*self._in_memory, *self._spilled, *self._given):
+        for key in (*self._in_memory, *self._spilled, *self._evidence):
             self._forget(key)
         await self._clear_unused_file()
 
@@ -183,7 +183,7 @@ class ReplayBuffer:
         """Drop all copies and close the file."""
         self._in_memory.clear()
         self._spilled.clear()
-        self._given.clear()
+        self._evidence.clear()
         self.used_bytes = 0
         self._file.close()
 
@@ -191,19 +191,19 @@ class ReplayBuffer:
         _, num_bytes = self._in_memory.pop(key, (None, 0))
         self.used_bytes -= num_bytes
         self._spilled.pop(key, None)
-        self._given.pop(key, None)
+        self._evidence.pop(key, None)
 
     async def _clear_unused_file(self) -> None:
-        """Empty the file if it holds no copy. That happens often, because steps are released whole."""
-        async with self._using_file:
+        """Empty the file if it holds no copy any more, as usual when a step is released."""
+        async with self._file_lock:
             if not self._spilled:
                 self._file.clear()
 
     def _abandon_file(self, error: OSError) -> None:
-        """Go on without copies in a file that cannot be written; batches that need such a copy run again."""
+        """Drop the copies in the file, which cannot be written. Batches that would need them run again."""
         _log.warning(
-            "No room for copies of microbatches in %s: %s. If a server dies, their batches run again. Make room there, "
-            "or raise `Limits.cache_bytes`.",
+            "Copies of microbatches cannot be written to %s: %s. If a server dies, their batches run again. Free space "
+            "there, or raise `Limits.cache_bytes`.",
             tempfile.gettempdir(),
             error,
         )

@@ -1,4 +1,4 @@
-"""Answers a closing step's requests: replays microbatches for servers, and avoids servers that are excluded."""
+"""Answers requests of a closing step: replays microbatches for servers, and avoids excluded servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_swarm.protocol.run_state import RunState
 
 
 def avoid_when_asked(context: PipelineContext, run: RunState) -> None:
-    """Let the coordinator name servers that microbatches must avoid until the next record."""
+    """Serve the coordinator's requests to avoid servers until the next record."""
 
     async def handle(caller: PeerId, request: AvoidRequest) -> None:
         run.check_generation(request.generation)
@@ -27,7 +27,7 @@ def avoid_when_asked(context: PipelineContext, run: RunState) -> None:
 
 
 class Replayer:
-    """Replays microbatches from this trainer's copies when a server asks, independently of the main thread."""
+    """Replays microbatches from this trainer's copies for servers, on the event loop, without the main thread."""
 
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context
@@ -38,16 +38,16 @@ class Replayer:
 
     async def _handle(self, caller: PeerId, request: ReplayRequest) -> ReplayReply:
         if caller not in self._run.servers:
-            raise ProtocolError(f"only servers of the run ask for replays, and {caller} is none")
+            raise ProtocolError(f"only servers of the run may request replays, and {caller} is none")
         self._run.check_generation(request.generation)
         for work in request.work:
             if not work.holders or max(work.holders) >= len(self._context.routers):
                 raise ProtocolError(
                     f"a replay must name holders in some of the {len(self._context.routers)} stages, got {work.holders}"
                 )
-        # The lock is held for whole replays, so that a repeated request finds all done. Two replays of one microbatch
-        # at once would cancel each other's calls. Each replay has its own deadline, and waits for nothing that requests
-        # a replay itself, so the lock cannot deadlock.
+        # The lock is held for whole replays: two replays of one microbatch at once would cancel each other's calls, and
+        # a repeated request finds the gradients already added. The lock cannot deadlock, because each replay has a
+        # deadline and waits for nothing that requests a replay itself.
         async with self._lock:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, work, lost, unreached) for work in request.work]
@@ -66,8 +66,8 @@ class Replayer:
             unreached.add(error.peer)
         except SwarmError as error:
             self._context.events.note("retry", step=request.step, reason=str(error))
-            # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which asks again for
-            # missing microbatches. Otherwise no route leads through the other stages, and the microbatch will not count
-            # in this step.
+            # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which then requests
+            # the missing microbatches again. Any other error means that no route leads through the other stages, so the
+            # microbatch will not count in this step.
             if not isinstance(error, LeaseRevoked):
                 lost.add(work.receipt)

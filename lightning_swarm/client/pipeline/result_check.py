@@ -1,11 +1,11 @@
-"""How far a trainer trusts the results and reports of servers."""
+"""The policy by which a trainer opens servers' results, and decides which server to doubt."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ResultEvidence
 from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter
 from lightning_swarm.model.fidelity.leftovers import Left, split_left
 from lightning_swarm.network import PeerId
@@ -21,48 +21,48 @@ Result: TypeAlias = tuple[serialization.Tree, list[bool]]
 """A result in wire form, and which of its tensors require grad; no flags after a backward."""
 
 Opened: TypeAlias = tuple[Any, Left]
-"""A microbatch's output, decoded, and the values that its forward left."""
+"""A microbatch's decoded output, and the values that its forward left on modules."""
 
 Forwards: TypeAlias = "Callable[[Sequence[MicrobatchRun]], Coroutine[Any, Any, list[Result]]]"
 """Computes the forwards of microbatches, and returns their results in order."""
 
 
 class ResultCheck:
-    """Trusts all servers; a subclass trusts them less.
+    """Trusts all servers. Audited runs use the subclass `CheckedResults`, because their servers may send false results.
 
-    A pipeline asks it for the peer that decides in doubt, the times to route by, the stage to blame for a refused call,
-    the evidence of a result for the coordinator, and the contents of results.
+    Calls of a microbatch (`StageCalls`) record evidence of results, for audits, and name the stage to blame if servers
+    refuse a call. `PipelineContext` bounds the reported times, and `PipelineCall` opens all results of a call.
     """
 
     @property
     def by_referee(self) -> Forwards | None:
-        """Forwards by the peer whose own computation decides in doubt; None if no server is doubted."""
+        """Computes forwards on the peer that decides if results are doubtful; None if all servers are trusted."""
         return None
 
     def expected(self, router: StageRouter, charge: PeerCharge) -> tuple[float, float]:
-        """Return the seconds of a microbatch at its peer, and the peer's queue, as far as its reports are trusted."""
+        """Return a microbatch's expected seconds at its peer, and the peer's queue, as far as reports are trusted."""
         return charge.expected_s, router.peers[charge.peer].queued
 
     def suspect(self, stage: int, direction: Direction, last_stage: int) -> int | None:
-        """Return the stage whose result is to blame if all servers of `stage` refuse a call; None: the call is."""
+        """Return the stage whose result is to blame if all servers of `stage` refuse a call; None blames the call."""
         return None
 
-    async def received(
+    async def evidence_of(
         self, server: PeerId, direction: Direction, result: Result, microbatch: Microbatch
-    ) -> GivenResult | None:
-        """Return the evidence of a result that only this trainer received; None: it reports none.
+    ) -> ResultEvidence | None:
+        """Return the evidence of a result that only this trainer received; None if no audit needs any.
 
-        A subclass may refuse gradients of a microbatch's inputs, by `PeerError`.
+        A subclass may raise `PeerError` for gradients that do not fit the microbatch's inputs.
         """
         return None
 
     def opened_all(self, results: list[Result], call: CallMicrobatches, factory: CallFactory) -> list[Opened]:
-        """Open the results of a call's forwards. A subclass may replace results of wrong forms."""
+        """Open the results of a call's forwards. A subclass may have results of a wrong form computed again."""
         return [opened(result, factory.config) for result in results]
 
 
 def opened(result: Result, config: PipelineConfig) -> Opened:
-    """Return a microbatch's output, and the values that its forward left."""
+    """Return a microbatch's output, and the values that its forward left on modules."""
     output, left = split_left(decoded(result[0], config.codecs.activations, config.device))
-    left.take_aliases()  # there is no next stage
+    left.take_aliases()  # no later stage does it
     return output, left

@@ -1,4 +1,4 @@
-"""Chooses the peer of a stage that gets the next microbatch: the one that would finish it first. Pure."""
+"""Chooses the peer of a stage that would finish the next microbatch first. Pure."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ SMOOTHING: Final = 0.2  # weight of a new measurement in moving averages
 
 @dataclass
 class PeerLoad:
-    """A peer's account in one stage. Only the router changes it."""
+    """A peer's account in one stage: its work under way and its measured speed. Only the router changes it."""
 
-    left_s: float = 0.0  # expected seconds of this trainer's work that is under way there
+    left_s: float = 0.0  # expected remaining seconds of this trainer's work at the peer
     num_under_way: int = 0
     num_forwards: int = 0  # forwards under way
     num_done: int = 0  # finished forwards
-    num_microbatches: int = 0
-    queued: int = 0
+    num_microbatches: int = 0  # microbatches charged so far
+    queued: int = 0  # length of the peer's queue, in its newest report
     num_failures: int = 0  # consecutive failures
     ejected_until_s: float | None = None
     rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # measured samples/s
-    waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # microbatches of other trainers
-    shapes: set[int] = field(default_factory=set)  # hashes of the shapes that it has computed
-    key: float = 0.0  # its key in its `PeerOrder`
-    again_s: float = 0.0  # router's clock at which an idle peer is tried again; see `StageRouter`
+    waiting: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # other trainers' microbatches
+    shapes: set[int] = field(default_factory=set)  # hashes of the shapes that the peer has computed
+    key: float = 0.0  # the peer's key in its `PeerOrder`
+    again_s: float = 0.0  # time at which an idle peer is tried again, on the clock `StageRouter._clock_s`
 
     @property
     def samples_per_s(self) -> float | None:
@@ -43,19 +43,19 @@ class PeerLoad:
 
 @dataclass(eq=False, slots=True)
 class PeerCharge:
-    """A microbatch on a peer's account. Only the router changes it."""
+    """A microbatch's entry in a peer's account. Only the router changes it."""
 
     peer: PeerId
     num_samples: int
-    expected_s: float  # seconds of its forward and backward there
+    expected_s: float  # seconds of its forward and backward at the peer
     roster: int = 0  # number of the roster in which it was charged
-    left_s: float | None = None  # part of `expected_s` that is still on the account; None: taken off
+    left_s: float | None = None  # remaining part of `expected_s` on the account; None: released
     forward_s: float | None = None  # measured seconds of its forward, once known
     is_forward: bool = False  # its forward is under way
 
 
 class PeerOrder:
-    """Peers sorted by their keys, the smallest first. Several may share a key."""
+    """Peers sorted by key, the smallest first. Several peers may have equal keys."""
 
     def __init__(self) -> None:
         self._sorted: list[tuple[float, PeerId]] = []
@@ -81,32 +81,32 @@ class PeerOrder:
         del self._sorted[bisect_left(self._sorted, (key, peer))]
 
     def draw(self, rng: random.Random, avoid: frozenset[PeerId]) -> PeerId | None:
-        """Draw one of the peers outside of `avoid` with the smallest key; None if there is none."""
+        """Draw a peer at random from the peers outside of `avoid` with the smallest key; None if there is none."""
         smallest = next((key for key, peer in self._sorted if peer not in avoid), None)
         if smallest is None:
             return None
         end = bisect_left(self._sorted, (math.nextafter(smallest, math.inf),))
-        found: Sequence[int] = range(bisect_left(self._sorted, (smallest,)), end)
+        indices: Sequence[int] = range(bisect_left(self._sorted, (smallest,)), end)
         if avoid:
-            found = [index for index in found if self._sorted[index][1] not in avoid]
-        return self._sorted[rng.choice(found)][1]
+            indices = [index for index in indices if self._sorted[index][1] not in avoid]
+        return self._sorted[rng.choice(indices)][1]
 
 
 FIRST_EJECTION_S = 5.0
 LONGEST_EJECTION_S = 300.0
 
-FIRST_FORWARDS: Final = 2  # per peer while none is measured: one to compute, and one that waits
-# Microbatches that each peer gets in any case, at least one in a step. The first one may have been slow for a reason
-# that is gone, such as compilation or reading from disk.
+FIRST_FORWARDS: Final = 2  # forwards per peer while no peer is measured: one to compute, and one that waits
+# Forwards that each peer gets, even if other peers would finish first. The first forward may have been slow for a
+# temporary reason, such as compilation or reading from disk.
 FIRST_MEASURED: Final = 2
 # An idle peer may have become faster. It is tried again after this many microbatch times, which costs 3 %.
 TRIED_AGAIN: Final = 32.0
-_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # a peer without a forward is slow when another peer has done this many
-_MOST_WAITING: Final = 1024  # limits a queue's length, which another peer may have reported falsely
+_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # when a peer has done this many forwards, peers without any are slow
+_MAX_WAITING: Final = 1024  # limit of a reported queue length, which may be false
 _MAX_SHAPES: Final = 256  # hashes kept per peer; any further shape always counts as new to the peer
-_PARTS: Final = 1 << 1074  # every float is a whole number of such parts of one
+_PARTS: Final = 1 << 1074  # every float is an integer multiple of 1 / _PARTS
 _SHORTEST_S: Final = 1e-9
-_LONGEST_S: Final = 1e9  # a reported time beyond these bounds is ignored
+_LONGEST_S: Final = 1e9  # reported times beyond these two bounds are ignored
 # A forward's share of a microbatch's time, until measured. The backward has twice as many matrix products.
 _FORWARD_SHARE: Final = 1 / 3
 _LEAST_SHARE: Final = 0.05
@@ -114,13 +114,13 @@ _LEAST_SHARE: Final = 0.05
 
 # The estimated time at which a peer would finish a microbatch has three parts: the remaining time of this trainer's
 # microbatches there, the usual queue of other trainers' microbatches, and the time of the microbatch itself. So a slow
-# peer gets as much as it can compute before the step ends. When a forward is done, its measured time corrects the
-# estimate and leaves the account; the rest leaves with the backward.
+# peer gets as much work as it can finish before the step ends. When a forward is done, its measured time corrects the
+# estimate and is taken off the account; the rest is taken off when the backward is done.
 #
-# Newcomers have no rate. Each gets one microbatch before any measured peer does, unless one is due for a retry. A
-# newcomer gets no more until its forward shows its speed. A peer that failed is ejected for a while, longer each time
-# until it finishes a microbatch. If all are ejected, ejections are ignored. The peers are kept sorted, because there
-# may be thousands, too many to compare for each microbatch.
+# A newcomer has no rate. It gets one microbatch before any measured peer, except one that is due for a retry, and no
+# more until its forward shows its speed. A peer that failed is ejected, each time for longer until it finishes a
+# microbatch. If all peers are ejected, ejections are ignored. The peers are kept sorted, because there may be
+# thousands, too many to compare for each microbatch.
 #
 # SWARM (arXiv:2301.11913, appendix C) takes the peer with the least time assigned over the whole run. That is fair over
 # many steps, but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other policies.
@@ -131,16 +131,16 @@ class StageRouter:
         self.peers: dict[PeerId, PeerLoad] = {}
         self._rng = rng
         self._roster = 0
-        # Each peer is in one of these three; measured peers are in `_retries`, too.
+        # Each peer is in one of the first three orders; measured peers are in `_retries`, too.
         self._measured = PeerOrder()  # key: seconds until it would finish a microbatch
         self._unmeasured = PeerOrder()  # key: forwards under way
         self._ejected = PeerOrder()  # key: seconds of its remaining work
-        self._retries = PeerOrder()  # key: time on the clock `_given_s` at which they are tried again
-        self._given_s = 0.0  # mean seconds assigned to a peer: a clock that stops while nothing is trained
-        self._ejections: list[tuple[float, PeerId]] = []  # heap of (end, peer); may have ejections that were ended
-        self._num_samples = 0  # size of the microbatches for which `_measured` is sorted
-        self._newest_num_samples = 0  # size of the newest routed microbatch
-        self._is_known = False  # enough forwards are done to know which peers are slow
+        self._retries = PeerOrder()  # key: time on the clock `_clock_s` at which the peer is tried again
+        self._clock_s = 0.0  # mean seconds assigned to a peer: a clock that stops while nothing is trained
+        self._ejections: list[tuple[float, PeerId]] = []  # heap of (end, peer); may contain ejections that ended early
+        self._num_samples = 0  # microbatch size for which `_measured` is sorted
+        self._newest_num_samples = 0  # size of the newest microbatch
+        self._are_slow_known = False  # enough forwards are done to know which peers are slow
         # Sum over all measured peers, in units of the smallest float. Exact, because a sum of floats would keep the
         # rounding error of a large rate.
         self._sum_of_rates = 0
@@ -148,11 +148,11 @@ class StageRouter:
         self._forward_share = MovingAverage(SMOOTHING)  # forward's share of a microbatch's time
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """Set the stage's roster at the beginning of a step, with no work under way. O(n log n) in its size."""
-        before = self.peers
-        self.peers = {peer: before.get(peer) or PeerLoad() for peer in peers}
-        for peer in before.keys() - self.peers.keys():
-            self._count(before[peer], -1)
+        """Set the stage's roster of n peers at the beginning of a step, with no work under way, in O(n log n)."""
+        former = self.peers
+        self.peers = {peer: former.get(peer) or PeerLoad() for peer in peers}
+        for peer in former.keys() - self.peers.keys():
+            self._count(former[peer], -1)
         self._roster += 1
         for load in self.peers.values():
             load.left_s, load.num_under_way, load.num_forwards = 0.0, 0, 0
@@ -161,9 +161,9 @@ class StageRouter:
     # ------------------------------------------------------------------ choosing
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
-        """Charge a microbatch to the peer that would finish it first; to one of `avoid` only if there is no other."""
+        """Charge a microbatch to the peer that would finish it first; peers in `avoid` only if there are no others."""
         self._readmit(now_s)
-        # A batch's last microbatch may be smaller. It needs no new order.
+        # A batch's last microbatch may be smaller. It alone is no reason to sort again.
         if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):
             self._num_samples = num_samples
             self._sort()
@@ -176,18 +176,20 @@ class StageRouter:
 
     @property
     def is_full(self) -> bool:
-        """True if all peers have enough forwards, and the slow ones are yet unknown. Then some forward is under way."""
+        """True if all peers have enough forwards and it is unknown which are slow. Then some forward is under way."""
         first = self._unmeasured.first
-        return not self._is_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
+        return (
+            not self._are_slow_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
+        )
 
     def charge(self, peer: PeerId, num_samples: int) -> PeerCharge:
-        """Charge a microbatch to a given peer; a peer that left has no account."""
+        """Charge a microbatch to a given peer. A peer that left the roster has no account."""
         if peer not in self.peers:
             return PeerCharge(peer, num_samples, 0.0)
         load = self._take_out(peer)
         expected_s = num_samples / (load.samples_per_s or self._mean_rate())
-        self._given_s += expected_s / len(self.peers)
-        load.again_s = self._given_s + TRIED_AGAIN * expected_s
+        self._clock_s += expected_s / len(self.peers)
+        load.again_s = self._clock_s + TRIED_AGAIN * expected_s
         load.num_microbatches += 1
         load.num_under_way += 1
         load.num_forwards += 1
@@ -197,9 +199,9 @@ class StageRouter:
 
     def _first(self, avoid: frozenset[PeerId]) -> PeerId | None:
         """Return the peer that gets the next microbatch; None if all peers are in `avoid`."""
-        again = self._retries.first
-        if again is not None and again[0] <= self._given_s and again[1] not in avoid:
-            return again[1]
+        retry = self._retries.first
+        if retry is not None and retry[0] <= self._clock_s and retry[1] not in avoid:
+            return retry[1]
         unmeasured = self._unmeasured.draw(self._rng, avoid)
         if unmeasured is not None and not self.peers[unmeasured].num_forwards:
             return unmeasured
@@ -233,7 +235,7 @@ class StageRouter:
         charge.left_s, charge.is_forward = None, False
 
     def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
-        """Record a finished forward. If `busy_s` is known, the backward is expected to take a proportional time."""
+        """Record a finished forward, and its seconds if known, from which the time of the backward is estimated."""
         load = self.peers.get(charge.peer)
         if load is None:
             return
@@ -244,17 +246,17 @@ class StageRouter:
         if busy_s is not None and _SHORTEST_S <= busy_s <= _LONGEST_S:
             self._expect(load, charge, busy_s)
         self._put_back(charge.peer, load)
-        self._learn(load)
+        self._update_known(load)
 
     def _expect(self, load: PeerLoad, charge: PeerCharge, forward_s: float) -> None:
-        """Correct a peer's rate and account by the measured time of a forward."""
+        """Correct a peer's rate, and its expected work, by the measured time of a forward."""
         load.num_done += 1
         charge.forward_s, charge.expected_s = forward_s, forward_s / (self._forward_share.value or _FORWARD_SHARE)
         self._measure(load, charge.num_samples / charge.expected_s)
         if charge.left_s is not None:
-            before_s, charge.left_s = charge.left_s, charge.expected_s - forward_s
+            former_s, charge.left_s = charge.left_s, charge.expected_s - forward_s
             if charge.roster == self._roster:
-                load.left_s += charge.left_s - before_s
+                load.left_s += charge.left_s - former_s
 
     def note_shapes(self, peer: PeerId, shapes: int) -> None:
         """Record that a peer has computed tensors of these shapes, given by a hash."""
@@ -263,7 +265,7 @@ class StageRouter:
             load.shapes.add(shapes)
 
     def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
-        """Take a finished microbatch off its account, and update the peer's rate."""
+        """Take a finished microbatch off its peer's account, and update the peer's rate."""
         load = self.peers.get(charge.peer)
         # The peer reports its own time, so impossible values are ignored.
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
@@ -272,18 +274,18 @@ class StageRouter:
         self._take_out(charge.peer)
         self._discharge(load, charge)
         load.num_failures, load.queued, load.ejected_until_s = 0, queued, None
-        load.waiting.measure(min(max(queued - load.num_under_way, 0), _MOST_WAITING))
+        load.waiting.measure(min(max(queued - load.num_under_way, 0), _MAX_WAITING))
         load.num_done += charge.forward_s is None
         self._measure(load, charge.num_samples / busy_s)
         self._put_back(charge.peer, load)
         if charge.forward_s is not None:
             self._forward_share.measure(min(max(charge.forward_s / busy_s, _LEAST_SHARE), 1.0))
-        self._learn(load)
+        self._update_known(load)
 
-    def _learn(self, load: PeerLoad) -> None:
-        """After a forward of a peer, decide whether it is known by now which peers are slow."""
-        if not self._is_known and (load.num_done >= _KNOWN_AFTER or self._num_measured == len(self.peers)):
-            self._is_known = True
+    def _update_known(self, load: PeerLoad) -> None:
+        """After a peer's forward, update whether it is known which peers are slow."""
+        if not self._are_slow_known and (load.num_done >= _KNOWN_AFTER or self._num_measured == len(self.peers)):
+            self._are_slow_known = True
             self._sort()
 
     def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
@@ -305,24 +307,24 @@ class StageRouter:
         return True
 
     def is_ejected(self, peer: PeerId, *, now_s: float) -> bool:
-        """Return True while a peer is ejected."""
+        """Return whether a peer is currently ejected."""
         load = self.peers.get(peer)
         return load is not None and load.ejected_until_s is not None and now_s < load.ejected_until_s
 
     def has_other_peer(self, peer: PeerId, *, now_s: float) -> bool:
-        """Return True if another peer of the stage may be chosen in place of `peer`."""
+        """Return whether another peer of the stage, one that is not ejected, can take the place of `peer`."""
         self._readmit(now_s)
-        is_free = peer in self.peers and self.peers[peer].ejected_until_s is None
-        return len(self._measured) + len(self._unmeasured) > is_free
+        is_usable = peer in self.peers and self.peers[peer].ejected_until_s is None
+        return len(self._measured) + len(self._unmeasured) > is_usable
 
     def _readmit(self, now_s: float) -> None:
-        """End ejections whose time is over. Such a peer is tried next, with a single microbatch."""
+        """End ejections whose time is over. Each such peer then gets a single microbatch as a trial."""
         while self._ejections and self._ejections[0][0] <= now_s:
             until_s, peer = heappop(self._ejections)
             load = self.peers.get(peer)
             if load is not None and load.ejected_until_s == until_s:
                 self._take_out(peer)
-                load.ejected_until_s, load.again_s = None, self._given_s
+                load.ejected_until_s, load.again_s = None, self._clock_s
                 self._put_back(peer, load)
 
     # ------------------------------------------------------------------ the peers in order
@@ -361,7 +363,7 @@ class StageRouter:
     def _order(self, load: PeerLoad) -> PeerOrder:
         if load.ejected_until_s is not None:
             return self._ejected
-        return self._measured if self._is_known and load.samples_per_s is not None else self._unmeasured
+        return self._measured if self._are_slow_known and load.samples_per_s is not None else self._unmeasured
 
     def _count(self, load: PeerLoad, sign: int) -> None:
         """Add a peer's rate, if it is measured, to the sum of all rates, or take it out of the sum."""
@@ -385,7 +387,7 @@ class StageRouter:
 
 
 def _retry_s(load: PeerLoad) -> float:
-    """Return the router's clock at which a measured peer is tried, even if other peers would finish first."""
+    """Return the time on the router's clock at which a peer is tried even if other peers would finish first."""
     if load.num_done >= FIRST_MEASURED:
         return load.again_s
     return math.inf if load.num_under_way else -math.inf

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.client.pipeline.context import AnswersOf, PipelineContext, Refusal
-from lightning_swarm.client.pipeline.replay_buffer import GivenResult, Microbatch
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ResultEvidence
 from lightning_swarm.client.pipeline.result_check import Result
 from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
@@ -42,7 +42,7 @@ from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.rpc import BACKWARD, CANCEL, FORWARD
 
 _KEY_BYTES: Final = 16
-_MOMENT_S: Final = 1.0  # last wait for a receipt that is overdue
+_LAST_WAIT_S: Final = 1.0  # wait for a receipt that is overdue
 _MAX_REFUSALS: Final = 8  # refusals per server of the run, after which an error that all servers report is raised
 
 
@@ -64,9 +64,9 @@ class _InputSource:
     source: PeerId | None  # peer whose result the call gets; None: the trainer sends the input itself
     recompute: PeerId | None = None  # peer with the forward's input
 
-    def agrees(self, now: _InputSource) -> bool:
-        """Return whether a call that was sent with this source also does what `now` requires."""
-        return self.source == now.source and self.recompute in (None, now.recompute)
+    def agrees(self, wanted: _InputSource) -> bool:
+        """Return whether a call that was sent with this source also does what `wanted` requires."""
+        return self.source == wanted.source and self.recompute in (None, wanted.recompute)
 
 
 @dataclass
@@ -79,13 +79,13 @@ class StageCalls:
     holders: Mapping[int, PeerId] | None = None
     route: list[PeerCharge] = field(default_factory=list)  # for each stage, the peer that computes it
     gradients: serialization.Tree = field(default_factory=list)  # one or None for each output tensor, in wire form
-    given: dict[Direction, GivenResult] = field(default_factory=dict)  # as recorded by the context's `ResultCheck`
-    replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed
+    evidence: dict[Direction, ResultEvidence] = field(default_factory=dict)  # from `ResultCheck.evidence_of`
+    replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed and was replaced
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)  # sent and not cancelled
-    # (stage, direction) -> servers that answered with an error; and the number of all such answers.
+    # (stage, direction) -> servers that answered with an error; below, the number of all these answers.
     _refused: dict[tuple[int, Direction], set[PeerId]] = field(default_factory=dict)
     _num_refusals: int = 0
-    _names: dict[tuple[int, Direction], tuple[str, TicketKey]] = field(default_factory=dict)  # see `named`
+    _names: dict[tuple[int, Direction], tuple[str, TicketKey]] = field(default_factory=dict)  # see `result_name`
 
     @property
     def step(self) -> int:
@@ -99,7 +99,7 @@ class StageCalls:
 
     @property
     def gradient_end(self) -> int:
-        """The first stage with gradients, where a backward ends; if there is none, a number above the last stage's."""
+        """The first stage with gradients, where a backward ends; without any, the index after the last stage."""
         if self.holders is not None:
             return min(self.holders)
         if self.microbatch.input_grad:
@@ -112,8 +112,8 @@ class StageCalls:
             return stage in self.holders
         return self.microbatch.key.adds and stage >= self.microbatch.first_trained
 
-    def input_only(self, number: int) -> StageCalls:
-        """Return the calls of a backward that computes only the input's gradient, on the same route."""
+    def for_input_gradient(self, number: int) -> StageCalls:
+        """Return the calls of the `number`-th backward, which computes only the input's gradient, on the same route."""
         key = replaced(self.microbatch.key, input_only=number)
         sent = {call: source for call, source in self._sent.items() if call[1] == "forward"}
         return replace(self, microbatch=replace(self.microbatch, key=key), _sent=sent, _names={})
@@ -123,7 +123,7 @@ class StageCalls:
         return self.route[stage].peer
 
     def reroute(self, stage: int, avoid: frozenset[PeerId]) -> None:
-        """Choose another peer for a stage; no longer count the microbatch as work of the former one."""
+        """Choose another peer for a stage; no longer count the microbatch as work of the former peer."""
         router = self.context.routers[stage]
         router.release(self.route[stage])
         self.route[stage] = router.choose(self.microbatch.num_rows, now_s=now_s(), avoid=avoid)
@@ -145,7 +145,7 @@ class StageCalls:
         self.context.note_answer(self.peer(stage), step=self.step)
 
     def unsent(self, end: int) -> list[int]:
-        """Return the stages before `end` whose present peers were never sent the forward."""
+        """Return the stages before `end` whose current peers were never sent the forward."""
         sent = {stage: source.peer for (stage, direction), source in self._sent.items() if direction == "forward"}
         return [stage for stage in range(end) if sent.get(stage) != self.peer(stage)]
 
@@ -153,8 +153,8 @@ class StageCalls:
 
     async def send_forward(self, stage: int) -> bool:
         """Send a stage's forward to its peer; False if the peer is busy and will not run it."""
-        now = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
-        await self._cancel_other(stage, "forward", now)
+        wanted = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
+        await self._cancel_outdated(stage, "forward", wanted)
         microbatch = self.microbatch
         structure, tensors = microbatch.sent[stage]
         request = ForwardRequest(
@@ -162,28 +162,28 @@ class StageCalls:
             stage_index=stage,
             mode=microbatch.modes[stage],
             source=self._ticket(stage - 1, "forward") if stage else None,
-            result_key=self.named(stage, "forward")[1],
+            result_key=self.result_name(stage, "forward")[1],
             structure=structure,
             keep=stage >= self.gradient_end,
         )
-        self._sent[stage, "forward"] = now  # recorded first, because a call that breaks off may have arrived
+        self._sent[stage, "forward"] = wanted  # recorded first, because a call that fails may have arrived
         try:
-            await self.context.send(now.peer, FORWARD, request, tensors)
+            await self.context.send(wanted.peer, FORWARD, request, tensors)
         except Busy:
             del self._sent[stage, "forward"]
             return False
         except SwarmError as error:
-            self._raise_for(stage, now.peer, "forward", error)
+            self._raise_for(stage, wanted.peer, "forward", error)
         return True
 
     async def send_backward(self, stage: int, *, recompute: bool = False) -> None:
-        """Send a stage's backward to its peer; with `recompute`, the peer runs the forward again if it kept nothing."""
+        """Send a stage's backward to its peer; with `recompute`, the peer repeats the forward if it kept no graph."""
         source = self.peer(stage + 1) if stage < self.last_stage else None
-        now = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
-        await self._cancel_other(stage, "backward", now)
+        wanted = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
+        await self._cancel_outdated(stage, "backward", wanted)
         microbatch = self.microbatch
-        again = microbatch.own_input(stage) if recompute else None
-        structure, tensors = serialization.flatten((None if source else self.gradients, again))
+        own_input = microbatch.own_input(stage) if recompute else None
+        structure, tensors = serialization.flatten((None if source else self.gradients, own_input))
         request = BackwardRequest(
             key=microbatch.key,
             stage_index=stage,
@@ -191,18 +191,18 @@ class StageCalls:
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,
-            result_key=self.named(stage, "backward")[1],
+            result_key=self.result_name(stage, "backward")[1],
             structure=structure,
             inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
-        self._sent[stage, "backward"] = now
+        self._sent[stage, "backward"] = wanted
         try:
-            await self.context.send(now.peer, BACKWARD, request, tensors)
+            await self.context.send(wanted.peer, BACKWARD, request, tensors)
         except SwarmError as error:
-            self._raise_for(stage, now.peer, "backward", error)
+            self._raise_for(stage, wanted.peer, "backward", error)
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
-        """Cancel a call; True if that is too late, because the gradient is in the peer's sum."""
+        """Cancel a call; return True if that is too late, because the gradient is in the peer's sum."""
         request = CancelRequest(key=self.microbatch.key, stage_index=stage, direction=direction)
         self._sent.pop((stage, direction), None)
         peer = self.peer(stage)
@@ -211,10 +211,10 @@ class StageCalls:
         except SwarmError as error:
             self._raise_for(stage, peer, direction, error)
 
-    async def _cancel_other(self, stage: int, direction: Direction, now: _InputSource) -> None:
-        """Cancel a call whose input now comes from another peer; its peer would take the new call for a repetition."""
+    async def _cancel_outdated(self, stage: int, direction: Direction, wanted: _InputSource) -> None:
+        """Cancel a sent call with an outdated source, because its peer would take the new call for a repetition."""
         sent = self._sent.get((stage, direction))
-        if sent is not None and sent.peer == now.peer and not sent.agrees(now):
+        if sent is not None and sent.peer == wanted.peer and not sent.agrees(wanted):
             await self.cancel(stage, direction)
 
     # ------------------------------------------------------------------ waiting
@@ -222,8 +222,8 @@ class StageCalls:
     async def wait(self, stage: int, direction: Direction, *, timeout: float | None = None) -> CallReport:
         """Wait for a call's report, at most `timeout` seconds, or as long as the stage's peer may take."""
         if timeout is None:
-            is_only_one = self.holders is not None and stage in self.holders  # no other peer may replace a holder
-            timeout = self.context.timeout if is_only_one else self.patience_s(stage)
+            is_holder = self.holders is not None and stage in self.holders  # no other peer may replace a holder
+            timeout = self.context.timeout if is_holder else self.patience_s(stage)
         ticket = self._ticket(stage, direction)
         try:
             with AnswersOf(ticket.peer_id):
@@ -240,16 +240,16 @@ class StageCalls:
             with AnswersOf(ticket.peer_id):
                 message, report = await self.context.tickets.fetch_reported(ticket, timeout=timeout)
                 result = from_message(message)
-                given = await self.context.results.received(ticket.peer_id, direction, result, self.microbatch)
-                if given is not None:
-                    self.given[direction] = given
+                evidence = await self.context.results.evidence_of(ticket.peer_id, direction, result, self.microbatch)
+                if evidence is not None:
+                    self.evidence[direction] = evidence
                 return result, decode(report, CallReport)
         except SwarmError as error:
             self._raise_for(stage, ticket.peer_id, direction, error)
 
     async def receive_all(self) -> Collection[int]:
-        """Wait for the receipt that comes last, which carries the others; settle the stages, and return them."""
-        # It takes no longer than one stage may take. If not all receipts have come then, `receive` finds the late peer.
+        """Wait for the last report, which includes the reports of all stages; settle these stages, and return them."""
+        # The wait is as long as one stage may take. If receipts are missing then, `receive` finds the late peer.
         stages = range(self.gradient_end, self.last_stage + 1)
         if len(stages) < 2:
             return ()
@@ -258,7 +258,7 @@ class StageCalls:
         except StageCallFailed as failure:
             if not isinstance(failure.error, DeadlineExceeded):
                 return ()
-            await self.receive(self.last_stage, timeout=_MOMENT_S)  # the last stage has had its time
+            await self.receive(self.last_stage, timeout=_LAST_WAIT_S)  # the last stage's time is over
             return (self.last_stage,)
         reports = [report, *report.others]
         if [report.receipt for report in reports] != [self.accumulates(stage) for stage in stages]:
@@ -273,32 +273,32 @@ class StageCalls:
         if report.receipt != self.accumulates(stage):
             peer = self.peer(stage)
             if self.holders is None:
-                error = ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
+                error = ProtocolError(f"{peer} finished stage {stage} with a missing or an unrequested receipt")
                 raise StageCallFailed(stage, peer, Refusal(peer, error))
-            if not report.receipt:  # the result of another replay, in which this peer added nothing
+            if not report.receipt:  # a result of another replay, in which this peer added nothing
                 await self.cancel(stage, "backward")
-                raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
+                raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, but not added"))
         self.settle(stage, report)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
-        name, key = self.named(stage, direction)
+        name, key = self.result_name(stage, direction)
         return Ticket(peer_id=self.peer(stage), name=name, key=key)
 
-    def named(self, stage: int, direction: Direction) -> tuple[str, TicketKey]:
+    def result_name(self, stage: int, direction: Direction) -> tuple[str, TicketKey]:
         """Return the name of a call's result, and its key, which only its holder, its reader and this trainer know."""
-        found = self._names.get((stage, direction))
-        if found is None:
+        named = self._names.get((stage, direction))
+        if named is None:
             name = self.microbatch.key.name(stage, direction, self.context.transport.peer_id)
             # Derived, not drawn at random: a call that is sent again keeps its key, so the holder of its result need
-            # not learn which readers a new route has.
+            # not learn the readers of a new route.
             key = blake2b(name.encode(), key=self.context.secret, digest_size=_KEY_BYTES).digest()
-            found = self._names[stage, direction] = name, key
-        return found
+            named = self._names[stage, direction] = name, key
+        return named
 
     def _raise_for(self, stage: int, peer: PeerId, direction: Direction, error: SwarmError) -> NoReturn:
-        """Raise a call's error, or the error for the peer that is at fault for it."""
+        """Raise `StageCallFailed` if another peer may do better, otherwise the error itself."""
         if isinstance(error, LeaseRevoked):
-            if self.holders is not None:  # a replay may rightly come too late, without a fault of the peer
+            if self.holders is not None:  # a replay may be too late through no fault of the peer
                 raise error
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
@@ -312,7 +312,7 @@ class StageCalls:
         raise error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
-        """Return the error to raise for a refusal: the server's own error only if no other server could do better."""
+        """Return the error to raise for a refusal: the server's own error only if no other server may do better."""
         refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
         self._num_refusals += 1
@@ -323,7 +323,7 @@ class StageCalls:
             return StageCallFailed(stage, self.peer(stage), refusal)
         refused.clear()  # after `OutOfMemory` the microbatch is sent once more, alone
         suspect = self.context.results.suspect(stage, direction, self.last_stage)
-        most = _MAX_REFUSALS * sum(len(router.peers) for router in self.context.routers)
-        if suspect is None or self._num_refusals >= most:
+        max_refusals = _MAX_REFUSALS * sum(len(router.peers) for router in self.context.routers)
+        if suspect is None or self._num_refusals >= max_refusals:
             return refusal.error
         return self._refused_by(suspect, direction, Refusal(self.peer(suspect), refusal.error))

@@ -263,7 +263,7 @@ def test_a_sample_is_not_taken_of_a_tensor(patch: Callable[..., Patched]) -> Non
 
 
 def test_what_cannot_travel_is_refused_by_the_arguments_name(patch: Callable[..., Patched]) -> None:
-    message = r"block 'parts.h.0' got a dict_keys as `scale`, and .*do without it, by `use_cache=False`"
+    message = r"block 'parts.h.0' got a dict_keys as `scale`, and .*otherwise set `use_cache=False`"
     with pytest.raises(ConfigError, match=message):
         patch().model(ROWS, other_extras({"scale": {}.keys()}))
 
@@ -275,7 +275,7 @@ def test_arguments_without_names_are_refused(patch: Callable[..., Patched]) -> N
 
     patched = patch(nn.ModuleDict({"h": nn.ModuleList([Unnamed(), Unnamed()])}), "h")
     first: Any = patched.model["h"][0]  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"'h.0' was called with 2 arguments that have no names, where only the hidd"):
+    with pytest.raises(ConfigError, match=r"'h.0' was called with 2 arguments without names, but only the hidd"):
         first(ROWS, MASK)
 
 
@@ -406,7 +406,7 @@ def test_what_is_no_loop_is_refused(
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 def test_checkpoints_that_would_lose_the_gradient_are_refused(patch: Callable[..., Patched]) -> None:
     with pytest.raises(
-        ConfigError, match=r"needs `use_reentrant=False`, got `use_reentrant=True` around .*'parts.h.1'"
+        ConfigError, match=r"requires `use_reentrant=False`, got `use_reentrant=True` around .*'parts.h.1'"
     ):
         patch().model(ROWS, checkpointed_one_by_one)
 

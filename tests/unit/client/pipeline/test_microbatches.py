@@ -106,7 +106,7 @@ def test_a_shared_value_may_have_any_shape() -> None:
         ((1, None), {"x": X}, ["at least one positional tensor", "got 2", "Pass the batch first"]),
         ((X, Y[:3]), {}, ["same length", "5 in positional argument 0 and 3 in positional argument 1", "as a keyword"]),
         ((X,), {"mask": MASK}, ["same length", "3 in `mask`", "name it in `shared=(...)`"]),
-        ((X, torch.tensor(1.0)), {}, ["0-dimensional one in positional argument 1", "Pass it as a keyword"]),
+        ((X, torch.tensor(1.0)), {}, ["0-dimensional tensor in positional argument 1", "Pass it as a keyword"]),
         ((X[:0],), {}, ["at least one row", "got 0 in positional argument 0", "Skip"]),
         ((X, object()), {}, ["must be tensors, None", "got builtins.object", "Convert it"]),
     ],

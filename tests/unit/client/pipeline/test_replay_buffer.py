@@ -130,7 +130,7 @@ def test_a_full_disk_costs_the_copies_and_says_so(
     with monkeypatch.context() as full:
         full.setattr(tempfile, "TemporaryFile", on_a_full_disk)
         loop.run_until_complete(copies.keep(copy(key(index=1))))
-    assert "No room for copies of microbatches in" in caplog.text
+    assert "Copies of microbatches cannot be written to" in caplog.text
     assert key(index=1) not in copies
     loop.run_until_complete(copies.keep(copy(key(index=2))))
     for index in (0, 2):

@@ -126,7 +126,7 @@ def test_whatever_the_cut(size: int) -> None:
 
 
 def test_a_fixed_number_of_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"whole batch, and failed on a part of it: shape .* is invalid"):
+    with pytest.raises(ConfigError, match=r"whole batch, but failed on a part of it: shape .* is invalid"):
         check(lambda x, _: x.view(ROWS, 5, 4))
     with pytest.raises(ConfigError, match="another number of rows for a part"):
         check(lambda x, _: x.reshape(ROWS, -1))
@@ -153,7 +153,7 @@ def test_equal_rows_tell_nothing() -> None:
 
 def test_draws_leave_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     check(lambda x, training: x + x[torch.randperm(len(x))] if training else x)
-    assert "If they mix samples" in caplog.text
+    assert "If blocks mix samples" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["float16", "8bit"])
