@@ -1,4 +1,4 @@
-"""A trainer's calls to the coordinator, repeated at a successor that takes its place. Each call may arrive twice."""
+"""A trainer's calls to the coordinator, repeated at its successor after a takeover. Each call may arrive twice."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ _RETRY_S: Final = 0.5
 class CoordinatorTimeouts:
     """A trainer's timeouts for the coordinator, in seconds."""
 
-    answer_s: float  # one answer
-    successor_s: float  # all attempts together, until the coordinator or a successor has answered
-    # Without an answer from any peer for this long, the others have ended the run. None: the run goes on without this
-    # trainer.
+    answer_s: float  # limit of one answer
+    successor_s: float  # limit of all attempts of a call, at the coordinator and its successors
+    # If no peer answers for this long, the other peers have ended the run. None: the run continues without this peer.
     alone_s: float | None = None
 
 
@@ -64,7 +63,7 @@ class CoordinatorCalls:
         self._term_changed = asyncio.Event()  # set, and replaced, when a higher term is known
 
     async def call(self, method: Call[Q, A], request: Q) -> A:
-        """Call the coordinator and return its answer; raise its error, or a `SwarmError` if no answer can come."""
+        """Call the coordinator and return its answer; raise its error, or a `SwarmError` if there is no answer."""
         ask = partial(method.ask, self._transport, request=request, timeout=self._timeouts.answer_s)
         return await self._repeat(method.name, ask)
 
@@ -87,8 +86,8 @@ class CoordinatorCalls:
             return reply.view, reply.epoch
 
     async def enlisted(self, call: Callable[[], Awaitable[_T]]) -> _T:
-        """Make a call as a trainer of the run; if the run went on without this trainer, enlist again and repeat it."""
-        # Then the trainer gets the records that it missed, and learns which of its batches count, like a busy one.
+        """Make a call as a trainer of the run; if the run continued without it, enlist again and repeat the call."""
+        # Then the trainer receives the missed records, which show which of its batches count.
         while True:
             try:
                 return await call()
@@ -98,7 +97,7 @@ class CoordinatorCalls:
                 await self.enlist(self._run.manifest.generation)
 
     async def find_coordinator(self) -> Collection[PeerId]:
-        """Follow the highest term that servers know and voters promised; return the servers that answered."""
+        """Follow the highest term that servers report and voters have promised; return the servers that answered."""
         replies = await ask_servers(self._transport, self._run)
         await self._follow({reply.term for reply in replies.values()})
         return replies.keys()
@@ -106,17 +105,18 @@ class CoordinatorCalls:
     async def accept(self, caller: PeerId, term: Term) -> None:
         """Follow a caller that acts as coordinator. Refuse another peer's term, and a term that is not followed."""
         if caller != term[1]:  # a term names its coordinator
-            raise ProtocolError(f"a coordinator asks under its own term, and {caller} asked under {term}")
-        # A caller that is no server here may be a newcomer of a record that this trainer has not applied yet. So ask
-        # other peers for the term, instead of trusting the caller.
+            raise ProtocolError(f"a coordinator must use its own term, got {term} from {caller}")
+        # An unknown caller may be a newcomer of a record that this trainer has not applied yet. So ask the servers for
+        # the term, instead of trusting the caller.
         if caller not in self._run.servers and self._run.term != term:
             await self.find_coordinator()
         else:
             await self._follow([term])
         if self._run.term != term:
-            raise NotCoordinator(f"the run is coordinated under the term {self._run.term}, not {term}")
+            raise NotCoordinator(f"the run's term is {self._run.term}, got a request under {term}")
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
+        """Repeat an exchange until the coordinator, or a successor, has answered it."""
         answered_s = now_s()  # when any server last answered
         timeouts = self._timeouts
         deadline_s = answered_s + timeouts.successor_s
@@ -132,34 +132,34 @@ class CoordinatorCalls:
                     raise
                 if now_s() >= deadline_s:
                     raise type(error)(
-                        f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
+                        f"the coordinator {coordinator} did not answer {method}, and no other peer took its place "
                         f"within {timeouts.successor_s:g} s: {error}"
                         f"{self._run.electorate.remedy}"
                     ) from error
-                _log.info("%s is asked for again: %s", method, error)
+                _log.info("The request %s is repeated: %s", method, error)
                 if await self._find_or_pause():
                     answered_s = now_s()
                 elif timeouts.alone_s is not None and now_s() >= answered_s + timeouts.alone_s:
                     raise StepError(
-                        "the run is over for this peer, which has heard of no other peer for "
-                        f"{timeouts.alone_s:g} s. If it was the lead, the others have ended the run: start the lead "
-                        "again with `ckpt_path`, and its peers. If it was another trainer and the run goes on, start "
-                        "only this one again. A larger `Limits.lead_timeout` gives more time."
+                        "the run is over for this peer, because no other peer answered for "
+                        f"{timeouts.alone_s:g} s. If this peer was the lead, the other peers have ended the run: start "
+                        "the lead again with `ckpt_path`, and the peers. If it was another trainer and the run "
+                        "continues, restart only this trainer. A larger `Limits.lead_timeout` gives more time."
                     ) from error
 
     async def _registered_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Call a coordinator; if it has no report of this trainer on the open step, send that first."""
+        """Call a coordinator; if it may lack this trainer's report on the open step, send the report first."""
         term = self._run.term
-        if self._registered_term != term:  # a new coordinator requests reports, but may have missed this trainer's
+        if self._registered_term != term:  # a new coordinator requests reports, but may have missed this trainer
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
-            with contextlib.suppress(NotEnlisted):  # the batches count nowhere, or the trainer is about to enlist
+            with contextlib.suppress(NotEnlisted):  # its batches do not count, or it is about to enlist
                 await REGISTER.ask(self._transport, coordinator, request, timeout=self._timeouts.answer_s)
             self._registered_term = term
         return await exchange(coordinator)
 
     async def _within_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
-        """Return the answer if it comes before another peer is the coordinator; otherwise raise `NotCoordinator`."""
+        """Return the answer if it arrives while the term lasts; otherwise raise `NotCoordinator`."""
         term = self._run.term
         call, changed = asyncio.ensure_future(exchange), asyncio.ensure_future(self._term_changed.wait())
         try:
@@ -168,15 +168,15 @@ class CoordinatorCalls:
             await cancel_and_wait((call, changed))
         # Await nothing from here on, because a new coordinator may already have a report without this call's effect.
         if self._run.term != term:
-            raise NotCoordinator("another peer coordinates by now")
+            raise NotCoordinator("another peer is the coordinator now")
         return call.result()
 
     async def _find_or_pause(self) -> bool:
-        """Look for the coordinator, and pause if it is the same one; return whether any server answered."""
-        before = self._run.term
+        """Look for a new coordinator, and pause if there is none; return whether any server answered."""
+        former_term = self._run.term
         answered = await self.find_coordinator()
-        if self._run.term == before:
-            # If the run has rolled back, its new term may be lower, and is not followed. So ask a server for its run.
+        if self._run.term == former_term:
+            # After a rollback the run's new term may be lower, and is not followed. So ask a server for its generation.
             for peer in sorted(filter(self._run.decides, answered))[:1]:
                 await self._check_generation(peer)
             await asyncio.sleep(_RETRY_S)
@@ -190,23 +190,23 @@ class CoordinatorCalls:
         try:
             view = await VIEW.ask(self._transport, peer, None, timeout=self._timeouts.answer_s)
         except SwarmError as error:
-            _log.info("%s shows no run: %s", peer, error)
+            _log.info("%s did not report its run: %s", peer, error)
             return
         if view.manifest.run_id == own.run_id and view.manifest.generation > own.generation:
-            if own.lead == self._transport.peer_id != view.manifest.lead:  # this peer was the lead, and is no more
+            if own.lead == self._transport.peer_id != view.manifest.lead:  # this peer was the lead before
                 raise Replaced(replaced_by(view.manifest))
-            raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
+            raise WentBack(f"the run has rolled back to step {view.manifest.first_step}, without this trainer")
 
-    async def _follow(self, heard: Collection[Term]) -> None:
-        """Follow the highest promised of these terms, if it is above the present one; calls under way begin anew."""
+    async def _follow(self, terms: Collection[Term]) -> None:
+        """Follow the highest promised of these terms if it is above the current term; calls under way are repeated."""
         timeout = self._timeouts.answer_s
-        term = await find_promised(self._transport, self._run, heard, timeout=timeout)
+        term = await find_promised(self._transport, self._run, terms, timeout=timeout)
         if term is not None and self._run.follow_term(term):
             self._term_changed.set()
             self._term_changed = asyncio.Event()
 
 
 async def enter(transport: Transport, seen: RunState, timeouts: CoordinatorTimeouts) -> tuple[RunView, int]:
-    """Join a run, known as `seen`, as a trainer from one of its next records on. `ConfigError`: the run refuses."""
+    """Join a run, whose state is `seen`, as a trainer, beginning at a later record. `ConfigError`: the run refuses."""
     nothing = ReportReply(begun=False, leases=[], closed=[])
     return await CoordinatorCalls(transport, seen, lambda: nothing, timeouts).enlist(None)

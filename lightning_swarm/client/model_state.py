@@ -1,4 +1,4 @@
-"""Gathers the whole model's state from a swarm's servers, distributes it to them, and saves it."""
+"""Gathers the whole model's state from a run's servers, distributes it to them, and saves it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """A model's state at a version, mapped from files."""
+    """A model's state at a version, in tensors mapped from files."""
 
     version: int
     weights: Mapping[str, Tensor]  # parameters and buffers by their names in the model's state dict
@@ -69,14 +69,14 @@ async def gather_snapshots(
 ) -> ModelState | None:
     """Fetch the newest of `versions` of which answering peers keep all stages; None if there is none.
 
-    Versions after `sound` may contain false work, so they come last, the oldest of them first. Raises `Unreachable` if
-    peers report complete versions, but none of these can be fetched.
+    Versions after `sound` may contain false work, so they are tried last, beginning with the oldest. Raises
+    `Unreachable` if peers report complete versions, but none of these can be fetched.
     """
-    answers, left = await ask_held(transport, run.servers, timeout=timeout), set(versions)
+    answers, untried = await ask_held(transport, run.servers, timeout=timeout), set(versions)
     confirmation = Confirmation(transport, run, timeout, events)
     failure: Unreachable | None = None
     while True:
-        held = only_versions(answers, left)
+        held = only_versions(answers, untried)
         version = newest_complete(held, len(run.rosters), sound)
         if version is None:
             if failure is not None:
@@ -84,32 +84,32 @@ async def gather_snapshots(
             return None
         try:
             return await _gather(confirmation, held, version, max_bytes=max_bytes)
-        except Unreachable as error:  # a server may report a snapshot that it does not keep
+        except Unreachable as error:  # a server may report a snapshot that it does not have
             _log.warning("%s", error)
             failure = failure or error
-            left.discard(version)
+            untried.discard(version)
 
 
 async def _gather(confirmation: Confirmation, held: Held, version: int, *, max_bytes: int) -> ModelState:
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for index in range(len(confirmation.run.rosters)):  # one after the other, because memory may not hold two stages
+    for index in range(len(confirmation.run.rosters)):  # in turn, because memory may not hold two stages at once
         fetched = await _fetch(confirmation, held, version, index, max_bytes=max_bytes)
         try:
-            own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
+            stage_weights, stage_optimizer = await asyncio.to_thread(_on_disk, fetched)
         except (OSError, RuntimeError) as error:  # torch raises its own error for a full disk
             raise no_room(error) from error
         del fetched
-        weights.update(own_weights)
-        optimizer.update(own_state)
+        weights.update(stage_weights)
+        optimizer.update(stage_optimizer)
     return ModelState(version=version, weights=weights, optimizer=optimizer)
 
 
-_Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
+_Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]  # weights, optimizer state
 
 
 def _on_disk(fetched: _Tensors) -> _Tensors:
-    """Write tensors to a temporary file, whose space is freed when they are, and return them mapped from it."""
+    """Write tensors to a temporary file, and return them mapped from it. Its space is freed with the tensors."""
     with tempfile.TemporaryDirectory(prefix="lightning-swarm-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "stage.pt")
         torch.save(fetched, path)
@@ -127,52 +127,51 @@ def no_room(error: Exception) -> SwarmError:
 
 async def _fetch(confirmation: Confirmation, held: Held, version: int, stage_index: int, *, max_bytes: int) -> _Tensors:
     """Fetch a stage's snapshot from one of its holders, and check its digest."""
-    # The digest must be the recorded one. Without a record, if states need a confirmation, it must be the digest of the
-    # servers that took the snapshot; otherwise only the digest that the holder itself has reported.
+    # The digest must be the recorded digest. Without a record, if states need a confirmation, it must be the digest on
+    # which the servers that took the snapshot agree. Otherwise it must be the digest that the holder has reported.
     transport, run = confirmation.transport, confirmation.run
     request = Message(encode(SnapshotRequest(stage_index=stage_index, version=version)))
     holders = holders_of(held, version, stage_index)
     generation = run.manifest.generation  # an older generation may have had the same version
     claimed = {
-        peer: kept.digest
+        peer: snapshot.digest
         for peer in holders
-        for kept in held[peer].snapshots
-        if (kept.version, kept.stage_index) == (version, stage_index)
+        for snapshot in held[peer].snapshots
+        if (snapshot.version, snapshot.stage_index) == (version, stage_index)
     }
-    # `expected` is a digest from a record or, below, from the servers that took the snapshot. `num_holders` counts the
-    # holders of each digest.
-    expected, num_holders = run.digest_of(stage_index, version), Counter(claimed.values())
+    expected, num_holders = run.digest_of(stage_index, version), Counter(claimed.values())  # digest -> its holders
     if expected is None and confirmation.is_needed:
         expected = agreed_digest(claimed, run.takers_of(stage_index, version), trusted=run.trusted)
         if expected is None:
             raise Unreachable(
                 f"no record has a digest of stage {stage_index} at version {version}, and too few of the servers that "
-                "took this snapshot agree on one. An older snapshot is read."
+                "took this snapshot agree on its digest. An older snapshot is tried."
             )
     if expected is None and len(num_holders) > 1:
-        _log.warning("No record has a digest of stage %d at version %d, and %s differ.", stage_index, version, holders)
-    # This peer's own snapshot needs no download. Without a recorded digest, begin with the one of most holders.
+        text = "No record has a digest of stage %d at version %d, and the digests of %s differ."
+        _log.warning(text, stage_index, version, holders)
+    # This peer's own snapshot needs no download. Then begin with the digest that most holders report.
     for peer in sorted(holders, key=lambda peer: (peer != transport.peer_id, -num_holders[claimed[peer]])):
         try:
             message = await transport.stream(
                 peer, SNAPSHOT.name, request, timeout=confirmation.timeout, max_bytes=max_bytes
             )
-            found = await asyncio.to_thread(digest, message.tensors, message.body)
-            if expected is not None and found != expected and confirmation.is_needed:
-                confirmation.note(peer, stage_index, version, "its snapshot is not what the stage's servers took")
-            return _read(message, (generation, stage_index, version), found, expected or claimed[peer])
+            actual = await asyncio.to_thread(digest, message.tensors, message.body)
+            if expected is not None and actual != expected and confirmation.is_needed:
+                confirmation.note(peer, stage_index, version, "its snapshot is not the snapshot of the stage's servers")
+            return _read(message, (generation, stage_index, version), actual, expected or claimed[peer])
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
-    raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
+    raise Unreachable(f"no holder sent the snapshot of stage {stage_index} at version {version}: {holders}")
 
 
-def _read(message: Message, asked: tuple[int, int, int], found: bytes, expected: bytes) -> _Tensors:
+def _read(message: Message, requested: tuple[int, int, int], actual: bytes, expected: bytes) -> _Tensors:
     """Return the weights and the optimizer state in a snapshot; refuse another snapshot, or another digest."""
     head = SNAPSHOT.read_reply(message.body)
-    if (head.generation, head.stage_index, head.version) != asked or found != expected:
+    if (head.generation, head.stage_index, head.version) != requested or actual != expected:
         raise ProtocolError(
-            f"it is not what the stage's servers took at generation, stage and version {asked}: the digest must be "
-            f"{expected.hex()}, got {found.hex()}"
+            f"it is not the snapshot that the stage's servers took at generation, stage and version {requested}: the "
+            f"digest must be {expected.hex()}, got {actual.hex()}"
         )
     count = len(head.weights)
     weights = named(head.weights, message.tensors[:count])
@@ -193,9 +192,8 @@ async def gather_weights(
     confirmation = Confirmation(transport, run, timeout, events)
     weights: dict[str, Tensor] = {}
     for state, tensors in await _states(confirmation, version, stages, optimizer=False, max_bytes=max_bytes):
-        named = zip(state.names, tensors, strict=True)
-        # Tensors of this process's own server came without a copy, and change later.
-        weights.update((name, tensor.clone()) for name, tensor in named)
+        # Copied, because tensors of this process's own server are not copies, and change later.
+        weights.update((name, tensor.clone()) for name, tensor in zip(state.names, tensors, strict=True))
     return weights
 
 
@@ -211,10 +209,10 @@ async def gather_optimizer(
 ) -> dict[str, dict[str, Any]]:
     """Fetch the optimizer state of stages (None: all) at a version, by parameter name."""
     confirmation = Confirmation(transport, run, timeout, events)
-    found: dict[str, dict[str, Any]] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
     for state, tensors in await _states(confirmation, version, stages, optimizer=True, max_bytes=max_bytes):
-        found.update(zip(state.names, serialization.unflatten(state.structure, list(tensors)), strict=True))
-    return found
+        optimizer.update(zip(state.names, serialization.unflatten(state.structure, list(tensors)), strict=True))
+    return optimizer
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
@@ -225,22 +223,22 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Map each key of a state dict, even a renamed one, to its tensor's first name in the module, if it has one."""
+    """Map each key of a state dict to its tensor's first name in the module, if any. Keys may be renamed."""
     first = first_names(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     by_memory = {memory: first[name] for name, tensor in tensors if (memory := _memory_of(tensor)) is not None}
-    found = {}
+    names = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
             memory = _memory_of(value)
             name = first.get(key) if memory is None else by_memory.get(memory)
             if name is not None:
-                found[key] = name
-    return found
+                names[key] = name
+    return names
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return a key, equal for two tensors only if both are the same elements in memory; None if it has no memory."""
+    """Return a key that is equal only for tensors of the same elements in memory; None if the tensor has no memory."""
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return None
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -272,15 +270,17 @@ async def scatter_weights(
     timeout: float,
 ) -> None:
     """Send the `weights` and buffers of some stages to their rosters, before the first step of a generation."""
-    found = {stage.spec.index: weights(stage) for stage in stages}
-    states = {index: _first_state(run.manifest, index, [*named], named.values()) for index, named in found.items()}
+    states = {}
+    for stage in stages:
+        index, tensors = stage.spec.index, weights(stage)
+        states[index] = _first_state(run.manifest, index, [*tensors], tensors.values())
     await _to_rosters(transport, run.rosters, LOAD, states, timeout=timeout)
 
 
 def _first_state(
     manifest: Manifest, index: int, names: list[str], tensors: Iterable[Tensor], structure: Structure | None = None
 ) -> WithTensors[StageState]:
-    """Return the weights with which a stage begins or, with a `structure`, the state of its optimizer."""
+    """Return the request that sets a stage's weights or, with a `structure`, the state of its optimizer."""
     head = StageState(
         stage_index=index,
         version=manifest.first_step,
@@ -295,7 +295,7 @@ def _first_state(
 async def set_evaluation_weights(
     transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
 ) -> None:
-    """Send the servers the weights of the lead's `stages`, for calls and sessions' steps that name `number`."""
+    """Send servers the weights of the lead's `stages`, for calls and sessions' steps that name `number`."""
     weights = {}
     for stage in stages:
         tensors = stage.named_stage_tensors()
@@ -307,7 +307,7 @@ async def set_evaluation_weights(
     async def send(stage_index: int, peer: PeerId) -> PeerError | None:
         try:
             await SET_EVALUATION_WEIGHTS.ask(transport, peer, *weights[stage_index], timeout=timeout)
-        # The first call to a dead server finds it. A living server without these weights refuses calls that name them.
+        # The first call will find a dead server. A living server without these weights refuses calls that name them.
         except PeerError as error:
             return error
         return None
@@ -323,8 +323,8 @@ async def drop_evaluation_weights(transport: Transport, run: RunState, number: i
     served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
     generation = run.manifest.generation
     heads = (EvaluationWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
-    nothing = {head.stage_index: (head, ()) for head in heads}
-    await _to_rosters(transport, run.rosters, SET_EVALUATION_WEIGHTS, nothing, timeout=timeout)
+    requests = {head.stage_index: (head, ()) for head in heads}
+    await _to_rosters(transport, run.rosters, SET_EVALUATION_WEIGHTS, requests, timeout=timeout)
 
 
 async def _to_rosters(
@@ -345,12 +345,11 @@ async def _to_rosters(
 async def _states(
     confirmation: Confirmation, version: int, stages: Collection[int] | None, *, optimizer: bool, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
-    """Ask the servers of each stage (None: of all) in turn until one sends a confirmed state; return the states."""
+    """Ask the servers of each of `stages` (None: all) in turn until one sends a confirmed state; return the states."""
     transport, run = confirmation.transport, confirmation.run
     generation = run.manifest.generation
-    # `passing`: errors after which the next server is asked. If states need a confirmation, these are all errors,
-    # not only those of servers that are gone.
-    passing = SwarmError if confirmation.is_needed else PeerError
+    # After these errors the next server is asked. If states need a confirmation, any error may be a server's fault.
+    retried_errors = SwarmError if confirmation.is_needed else PeerError
 
     async def fetch(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
         request = StateRequest(stage_index=index, version=version, generation=generation, optimizer=optimizer)
@@ -363,10 +362,10 @@ async def _states(
                 )
                 await confirmation.check(member.peer_id, request, partial(_parts, state, tensors))
                 return state, tensors
-            except passing as error:  # the server may have died since the newest record
+            except retried_errors as error:  # the server may have died since the newest record
                 if member is members[-1]:
                     raise
-                _log.info("Stage %d is asked for at another of its peers: %s", index, error)
+                _log.info("Stage %d is requested from another server: %s", index, error)
         raise AssertionError("a stage has members")
 
     return await gather(map(fetch, range(len(run.rosters)) if stages is None else stages))
@@ -383,30 +382,30 @@ _State = Mapping[str, dict[str, Any]]
 
 def save(
     path: Path,
-    checkpoint: Mapping[str, Any],  # Lightning's, with parameter names in place of the optimizer's numbers
+    checkpoint: Mapping[str, Any],  # Lightning's checkpoint, with parameter names in place of the optimizer's numbers
     write_stages: Callable[[Path], list[WrittenValue]],  # makes the stages write their parts into a folder
     *,
-    part: int,  # number under which the weights outside the stages are written; no stage has it
+    part: int,  # file number of the weights outside the stages; differs from all stages' numbers
     also: Mapping[str, str],  # further name of a stage's weight -> name under which the stage writes it
 ) -> None:
-    """Write a checkpoint's folder, and replace an older one of its name only when all of it is written."""
+    """Write a checkpoint's folder, and replace an older folder of its name only when all of it is written."""
     rest = dict(checkpoint)
-    own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
-    for state in rest.pop("optimizer_states", ()):  # a run has one optimizer, or none
-        own[sharded_format.OPTIMIZER] = state
+    tensors: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
+    for state in rest.pop("optimizer_states", ()):  # a run has at most one optimizer
+        tensors[sharded_format.OPTIMIZER] = state
     with _replacing(path) as folder:
-        written = [*write_stages(folder), *sharded_format.write(folder, part, own)]
+        written = [*write_stages(folder), *sharded_format.write(folder, part, tensors)]
         torch.save(rest, folder / REST)
         sharded_format.finish(folder, written, also)  # without this file the folder is no checkpoint
 
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which gets the name of `path` in the end."""
+    """Yield a new folder to write to, and rename it to `path` in the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # No peer can guess the number, so a server that finds a folder of this name sees the same file system.
     hidden = path.parent.resolve() / f".{path.name}.{secrets.token_hex(16)}"
-    partial, former = (hidden.with_name(f"{hidden.name}.{what}") for what in ("partial", "former"))
+    partial, former = (hidden.with_name(f"{hidden.name}.{suffix}") for suffix in ("partial", "former"))
     partial.mkdir()
     try:
         yield partial
@@ -418,28 +417,28 @@ def _replacing(path: Path) -> Iterator[Path]:
             former.rename(path)
         raise
     finally:
-        for left in (partial, former):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
+        for leftover in (partial, former):
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
             else:
-                left.unlink(missing_ok=True)
+                leftover.unlink(missing_ok=True)
 
 
 async def write_stages(
     transport: Transport,
     run: RunState,
-    version: int,  # of all stages, because no record is applied meanwhile
+    version: int,  # version of all stages; no record is applied meanwhile
     folder: Path,
-    names: Sequence[Collection[str]],  # for each stage, the parameters and buffers that it writes, each once
-    as_saved: Callable[[_State], _State] | None,  # converts state as the optimizer saves it; None leaves it out
+    names: Sequence[Collection[str]],  # for each stage, the parameters and buffers that it writes; no name twice
+    as_saved: Callable[[_State], _State] | None,  # converts optimizer state to its saved form; None omits the state
     *,
     limits: Limits,
     events: EventLog | None = None,  # for events of servers that fail a confirmation
 ) -> list[WrittenValue]:
-    """Let a server that sees the folder write each stage; otherwise the lead writes it, one stage at a time."""
+    """Let each stage be written by a server that sees the folder, or else by the lead, one stage at a time."""
     timeout = limits.join_timeout
     writing_here = asyncio.Lock()
-    # If only some servers are trusted, one of them writes the file, or this peer with confirmed weights.
+    # If only some servers are trusted, a trusted server writes the file, or this peer with confirmed weights.
     trusted = {transport.peer_id, *run.trusted} if run.trusted else set(run.servers)
 
     def writers(roster: Sequence[Member]) -> list[Member]:
@@ -452,14 +451,14 @@ async def write_stages(
             generation=run.manifest.generation,
             folder=str(folder),
             optimizer=as_saved is not None,
-            without=sorted(set().union(*names[:index])),  # an earlier stage writes tied tensors
+            without=sorted(set().union(*names[:index])),  # tied tensors, which an earlier stage writes
         )
         written = await _by_server(transport, writers(run.rosters[index]), request, timeout=timeout)
         if written is not None:
             sharded_format.check(written, index, names[index])
             return written
         async with writing_here:
-            _log.info("No server of stage %d sees %s: it is written here.", index, folder)
+            _log.info("No server of stage %d sees %s, so this peer writes the stage.", index, folder)
             options: dict[str, Any] = {"timeout": timeout, "max_bytes": limits.max_message_bytes, "stages": [index]}
             options["events"] = events
             weights = await gather_weights(transport, run, version, **options)
@@ -482,7 +481,7 @@ async def _by_server(
         try:
             reply, _ = await WRITE.ask(transport, member.peer_id, request, timeout=timeout, max_bytes=0)
         except PeerError as error:  # the server may have died since the newest record
-            _log.info("Stage %d is written by another of its peers, or by this one: %s", request.stage_index, error)
+            _log.info("Another server, or this peer, writes stage %d: %s", request.stage_index, error)
             continue
         if reply.here:
             return reply.written

@@ -1,4 +1,4 @@
-"""A trainer's session in a run, driven by Lightning's loop: batches go in, records come out."""
+"""A trainer's session in a run: Lightning's loop passes it batches, and collects the records of decided steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunNews:
-    """Records that a trainer has received, and that its loop has not counted yet."""
+    """Records that a trainer has received, but its loop has not counted yet."""
 
     version: int  # newest version of the weights that the trainer knows
     records: Sequence[DecidedRecord] = ()  # oldest first
@@ -46,10 +46,10 @@ class RunNews:
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
-# `Session` attaches functions to the current `GrantedBatch`, and `PipelineCall` calls them: `begin` with the batch's
-# first microbatches, `arm` after its last accepted backward, and `confirm` if servers refuse a backward after that.
+# `Session` sets functions of the current `GrantedBatch`, and `PipelineCall` calls them: `begin` with the batch's first
+# microbatches, `arm` after its last accepted backward, and `confirm` if servers refuse a backward after that.
 class Session:
-    """Takes one trainer's batches through the run. The main thread calls it, and the event loop does the work."""
+    """Runs one trainer's batches through the swarm. The main thread calls it, and the event loop does the work."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The version of the newest weights that this trainer knows of, equal to the number of applied records."""
+        """The version of the newest weights that this trainer knows, equal to the number of applied records."""
         return self._steps.version
 
     @property
@@ -108,17 +108,17 @@ class Session:
 
     @property
     def num_trainers(self) -> int:
-        """The number of trainers in the run; a new one is included before this one gets a place in its first step."""
+        """The number of trainers in the run. A newcomer counts before this trainer gets a place in its first step."""
         return len(self.run.trainers)
 
     @property
     def is_shared(self) -> bool:
-        """True if the run has, or may get, other trainers."""
+        """Whether the run has other trainers, or may get some."""
         return self.run.is_shared
 
     @property
     def delays(self) -> bool:
-        """True if a step's record comes while the next step takes batches."""
+        """Whether a step's record may arrive while the next step takes batches."""
         return self.run.manifest.settings.delay_optimizer_step
 
     @property
@@ -128,33 +128,33 @@ class Session:
 
     @property
     def num_samples(self) -> int:
-        """Samples, from all trainers, in the steps decided so far."""
+        """The samples of all trainers in the steps decided so far."""
         return self._steps.num_samples
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this trainer has waited for its batches' places and for the ends of steps."""
+        """The seconds that this trainer has waited for places and for the ends of steps."""
         return self._runtime.waited_s
 
     def enter_generation(self, request: RestartRequest) -> None:
         """Continue in the run's next generation, from its first step."""
         self._steps.enter_generation(request)
         self.pipeline.enter_generation(request.generation, request.first_step)
-        # The open step will not be decided, and decided steps will be open again.
+        # Copies are void: the open step will not be decided, and some decided steps open again.
         self._runtime.run(self.pipeline.context.replay_buffer.clear())
         if self.local_layers is not None:
             self.local_layers.enter_generation()
 
     def enlist(self) -> int:
-        """Not at the lead: make sure that this trainer is in the run; return the epoch of the lead's loop."""
+        """Not at the lead: enlist this trainer unless it is in the run; return the epoch of the lead's loop."""
         return self._runtime.run(self._steps.enlist())
 
     def retire(self, reason: str) -> None:
-        """Not at the lead: bring no more batches; wait until a record removes this trainer, or raise `RunOver`."""
+        """Not at the lead: leave the run; wait until a record removes this trainer, or raise `RunOver`."""
         self._runtime.run(self._steps.retire(reason))
 
     def ask_to_stop(self) -> None:
-        """At a trainer that began the run with the lead: report to the lead that user code wants the run to end."""
+        """At a trainer that began the run with the lead: ask the lead to end the run, because user code wants it."""
         step = self._steps.open_step
         self.pipeline.context.events.note(
             "stopped", peer=self.peer_id, step=step, reason="`trainer.should_stop` is set"
@@ -165,7 +165,7 @@ class Session:
 
     @property
     def lanes(self) -> Sequence[PeerId]:
-        """The trainers, in the order of the parts of an epoch that they read ahead."""
+        """The trainers, in the order of their lanes, the parts of an epoch that they read."""
         return lanes_of(self.run.trainers, self.run.manifest.lead)
 
     def take_plan(self, epoch: int) -> EpochPlan | None:
@@ -176,21 +176,20 @@ class Session:
         self,
         num_samples: int,
         *,
-        gradient_scale: Callable[[], float],  # returns the factor of the batch's loss, which a record may change
+        gradient_scale: Callable[[], float],  # returns the factor of the batch's loss; a record may change it
         before_record: Callable[[], None],
         batch: BatchNumber | None = None,
     ) -> Grant | None:
         """Return a place in the open step for the current batch; call `before_record` before waiting for a record."""
-        # Where trainers share an epoch, `batch` is the batch's number, or the number after the epoch's last batch. The
-        # place may then be for another batch, which this trainer must bring first. None is returned if another trainer
-        # has the batch.
+        # If trainers share an epoch, `batch` is the batch's number, or the number after the epoch's last batch. The
+        # place may be for another batch, which this trainer must compute first. None: another trainer has the batch.
         try:
             serial = self._steps.next_serial()
             grant: Grant | None = None
             while grant is None:
                 answer = self._runtime.run(self._steps.request_grant(serial, num_samples, gradient_scale(), batch))
                 if answer is None:
-                    self._follow_version()  # a validation may follow, at the weights of the newest record
+                    self._follow_version()  # a validation may follow, with the weights of the newest record
                     return None
                 if isinstance(answer, Grant):
                     grant = answer
@@ -204,14 +203,14 @@ class Session:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
         begun = self.pipeline.begin_batch(grant)
         self._set_pipeline_version()
-        # Let the record of a late step come during this batch, unless there may be other trainers. `num_trainers` would
-        # miss a peer that has a place already, and is not a trainer yet.
+        # A lone trainer announces the batch, so that the record of a late step may arrive during the batch.
+        # `num_trainers` does not show that it is alone, because a newcomer may have a place before it is a trainer.
         if not self.is_shared and self._steps.open_step > self._steps.version:
             begun.begin = partial(self._steps.begin_batch, grant)
         return grant
 
     def give_back(self) -> None:
-        """Give back the place reserved for the next batch, because there is none."""
+        """Release the place reserved for the next batch, because there is no next batch."""
         self._runtime.run(self._steps.give_back())
 
     def collect_batch_statistics(self) -> contextlib.AbstractContextManager[None]:
@@ -220,8 +219,8 @@ class Session:
 
     def begin_backward(self, logs: Sequence[LoggedValue] | None) -> None:
         """Let backwards add to the current batch's gradients from now on."""
-        # With `logs`, and if there are other trainers and no local layers, the batch is armed once all its backwards
-        # are sent: from then on it counts, with these logs, even if this trainer dies.
+        # With `logs`, if there are other trainers and no local layers, the batch is armed once all its backwards are
+        # accepted: from then on it counts, with these logs, even if this trainer dies.
         batch = self.pipeline.batch
         if batch is None:
             return
@@ -237,7 +236,7 @@ class Session:
             batch.arm = partial(self._arm, batch, logs)
 
     def end_backward(self) -> None:
-        """Let backwards add nothing more to the current batch's gradients."""
+        """Let no further backward add to the current batch's gradients."""
         if self.pipeline.batch is not None:
             self.pipeline.batch.counts = False
 
@@ -248,11 +247,11 @@ class Session:
             await self._steps.done(batch.grant.lease, receipts, logs=logs)
             batch.completed = list(receipts)
 
-        batch.confirm = confirm  # set before the call, which may arrive although no answer comes
+        batch.confirm = confirm  # set before the call, which may arrive even if its answer is lost
         try:
             await self._steps.report_armed(batch.grant.lease, receipts, logs)
         except PeerError as error:
-            _log.info("The coordinator may not know that the current batch no longer needs this trainer: %s", error)
+            _log.info("The coordinator may not know that the current batch is armed: %s", error)
 
     def withdraw_batch(self, *, dropped: bool) -> None:
         """Withdraw the current batch; servers discard its gradients. If `dropped`, no trainer brings it again."""
@@ -260,7 +259,7 @@ class Session:
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=dropped))
 
     def revoke_batch(self) -> None:
-        """Give up the current batch, which was struck. It counts nowhere, and may run again in another place."""
+        """Give up the current batch, because it was struck. It counts nowhere, and may run again in another place."""
         if self.pipeline.batch is not None:  # otherwise the batch has ended already, and the coordinator knows
             self._runtime.run(self._steps.report_revoked(self._give_up_batch().grant.lease))
 
@@ -271,9 +270,9 @@ class Session:
         *,
         close: bool = False,
         total_weight: float | None = None,
-        ahead: PiggybackedRequests | None = None,  # requests to send along; `end_step` returns whether the step ended
+        ahead: PiggybackedRequests | None = None,  # requests that travel with the report
     ) -> bool:
-        """Report the current batch as finished; True if its step closes now, and the caller must call `end_step`."""
+        """Report the current batch as finished; return True if its step closes now, so that `end_step` must follow."""
         # At the lead, `close` asks to close the step, with `total_weight` as in `close_step`.
         batch = self._current_batch()  # it stays current if `LeaseRevoked` is raised
         self.pipeline.count_statistics()
@@ -300,7 +299,7 @@ class Session:
     def _current_batch(self) -> GrantedBatch:
         """Return the current batch; raise StepError if there is none."""
         if self.pipeline.batch is None:
-            raise StepError("no batch is current")
+            raise StepError("there is no current batch")
         return self.pipeline.batch
 
     @property
@@ -309,7 +308,7 @@ class Session:
         return [lease.grant.first for lease in self._steps.generation.journal.finished_batches(self.version)]
 
     def take_lost(self) -> list[int]:
-        """Collect the leases of finished batches that their steps do not count; the batches may run again."""
+        """Return and forget the leases of finished batches that their steps do not count; the batches may run again."""
         generation = self._steps.generation
         lost, generation.lost = generation.lost, []
         return lost
@@ -317,7 +316,7 @@ class Session:
     # ------------------------------------------------------------------ a step and its record
 
     def forbid_grad_at_step_end(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context, refuse uses of gradients of the trainer's own layers: `grad` is only a part of them."""
+        """Within this context, refuse uses of gradients of the trainer's own layers, because `grad` has only a part."""
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.forbid_grad_at_step_end()
 
     def forbid_grad_after_batch(self) -> contextlib.AbstractContextManager[None]:
@@ -325,21 +324,21 @@ class Session:
         return contextlib.nullcontext() if self.local_layers is None else self.local_layers.forbid_grad_after_batch()
 
     def end_step(self) -> bool:
-        """Wait until the next step is open; False if a batch was withdrawn, and the step takes batches again."""
+        """Wait until the next step is open; return False if a batch was withdrawn, so that the step reopened."""
         generation = self._steps.generation
-        closed, generation.step_ended = generation.step_ended, None
-        if closed is None:
-            closed = self._runtime.run(self._steps.wait_closed(self._steps.open_step))
+        has_ended, generation.step_ended = generation.step_ended, None
+        if has_ended is None:
+            has_ended = self._runtime.run(self._steps.wait_closed(self._steps.open_step))
         self._follow_version()
-        return closed
+        return has_ended
 
     @property
     def has_ended(self) -> bool:
-        """True if `end_step` need not wait, because the answer to `finish_batch` included the end."""
+        """Whether `end_step` need not wait, because the answer to `finish_batch` included the end of the step."""
         return self._steps.generation.step_ended is not None
 
     def follow_records(self) -> None:
-        """Between two batches: get the imminent record, if there is one, and switch to the newest weights."""
+        """Between two batches: wait for a record that is about to arrive, if any, and switch to the newest weights."""
         imminent = self._steps.generation.imminent_step
         if imminent is not None:
             self._runtime.run(self._steps.wait_for_record(imminent))
@@ -352,14 +351,14 @@ class Session:
             self._follow_version()
 
     def settle_weights(self) -> None:
-        """Let no record arrive while weights are read: within a batch, first wait for the record of a late step."""
+        """Before weights are read, receive all records that could arrive meanwhile."""
         if self.pipeline.batch is not None:
             self.catch_up()
         else:
             self.follow_records()
 
     def end_training(self) -> None:
-        """Bring the module to the last record, without this trainer's batches of the open step."""
+        """Set the module to the weights of the last record, without this trainer's batches of the open step."""
         self.catch_up()
         if self.local_layers is not None and self.is_shared:
             self.local_layers.drop_uncounted(self._steps.version)
@@ -370,7 +369,7 @@ class Session:
         return RunNews(self._steps.version, list(self._steps.generation.records))
 
     def restore_news(self, news: RunNews) -> None:
-        """Restore records that a saved loop had not collected yet, when the loop resumes."""
+        """When a saved loop resumes, restore the records that it had not collected yet."""
         generation = self._steps.generation
         generation.records = list(news.records)
         generation.newest_record = news.records[-1].record if news.records else None
@@ -378,18 +377,18 @@ class Session:
     def receive_record(self, step: int) -> DecidedRecord | None:
         """Collect a step's record. Not at the lead: None if this trainer missed it, and knows only a later record."""
         generation = self._steps.generation
-        found = next((decided for decided in generation.records if decided.record.step == step), None)
+        collected = next((decided for decided in generation.records if decided.record.step == step), None)
         generation.records = [decided for decided in generation.records if decided.record.step > step]
-        return found
+        return collected
 
     def _follow_version(self) -> None:
-        """Switch to the newest weights, because records may have come."""
+        """Switch to the newest weights, because records may have arrived."""
         self._set_pipeline_version()
         if self.local_layers is not None:
             self.local_layers.refresh(self._steps.version)
 
     def _set_pipeline_version(self) -> None:
-        """Set the weights of calls that add to no step: the newest, or with delayed steps, in a batch, the batch's."""
+        """Set the weights of evaluations: the newest, but within a batch with delayed steps the batch's own weights."""
         batch = self.pipeline.batch
         self.pipeline.factory.version = self._steps.version
         if batch is not None and self.delays:
@@ -398,11 +397,11 @@ class Session:
     # ------------------------------------------------------------------ only the lead
 
     def set_can_go_back(self, can_go_back: Callable[[], Awaitable[bool]]) -> None:
-        """At the lead: set the function that returns whether the run can roll back if servers' false work counted."""
+        """At the lead: set the function that returns whether the run can roll back after false work counted."""
         self._steps.can_go_back = can_go_back
 
     def set_resumable_versions(self, versions: Callable[[], Collection[int]]) -> None:
-        """At the lead: set the function, for any thread, that returns snapshot versions where its loop can resume."""
+        """At the lead: set the thread-safe function that returns snapshot versions from which its loop can resume."""
         self._steps.resumable = versions
 
     def set_step_sources(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
@@ -416,11 +415,11 @@ class Session:
             self._select(change.selection)
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
-        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or goes on."""
+        """At the lead: send the order of an epoch's batches, and the batch with which the run begins or resumes."""
         self._runtime.run(self._steps.plan(plan, position))
 
     def close_step(self, *, total_weight: float | None) -> None:
-        """At the lead: ask to close the open step; `total_weight` None: the sum of the weights of its batches."""
+        """At the lead: ask to close the open step; `total_weight` None stands for the sum of its batches' weights."""
         self._runtime.run(self._steps.close(total_weight=total_weight))
 
     def take_events(self) -> dict[EventKind, int]:
@@ -429,7 +428,7 @@ class Session:
 
     @property
     def stopped_by(self) -> Sequence[PeerId]:
-        """At the lead: the trainers that began the run with it, and that asked it to stop."""
+        """At the lead: the trainers that asked it to stop, of those that began the run with it."""
         return self.pipeline.context.events.noted_by("stopped", self.run.manifest.trainers)
 
     def renew(self) -> None:

@@ -1,4 +1,4 @@
-"""Status of the swarm, as one trainer sees it."""
+"""The status of the swarm, as one trainer sees it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class PeerStatus:
     """One peer of one stage, as this trainer's router sees it."""
 
     peer_id: PeerId
-    num_microbatches: int = 0  # routed to it by this trainer
+    num_microbatches: int = 0  # microbatches that this trainer has routed to the peer
     samples_per_s: float = 0.0  # moving average; 0 before the first measurement
-    queued: int = 0  # jobs in its queue at its last answer
+    queued: int = 0  # jobs in the peer's queue, in its newest report
     num_failures: int = 0  # consecutive failures
 
 
@@ -36,7 +36,7 @@ class SwarmStatus:
     step: int
     stages: tuple[StageStatus, ...]
     run_id: str
-    peer_id: PeerId  # this trainer's own
+    peer_id: PeerId  # this trainer's peer
     coordinator: PeerId
     trainers: tuple[PeerId, ...]
     num_samples: int  # samples of the newest decided step, from all trainers; 0 before the first

@@ -1,4 +1,4 @@
-"""A trainer's side of the steps: requests places, reports batches and waits for records."""
+"""A trainer's requests to the coordinator about steps: places, reports of batches, and records."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from lightning_swarm.protocol.run_state import RunState
 _log = logging.getLogger(__name__)
 _MAX_REASON: Final = 2000  # characters
 
-# Handles a record, and the rosters after it, before anything is sent for the next step.
+# Called with a record, and the rosters after it, before anything is sent for the next step.
 OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
 
 
@@ -73,10 +73,10 @@ class StepClient:
         *,
         timeouts: CoordinatorTimeouts,
         on_record: OnRecord,
-        events: EventLog,  # this trainer's; the coordinator gets their counts, and the lead gets all peers' counts
-        first_serial: int = 1,  # serial of its first batch; differs in each life of a trainer that may come back
+        events: EventLog,  # this trainer's events, which it reports to the coordinator, and the coordinator to the lead
+        first_serial: int = 1,  # serial number of the first batch; differs after each restart of a trainer
     ) -> None:
-        report = lambda: self._journal.report()  # noqa: E731, PLW0108 - each generation has its own journal
+        report = lambda: self._journal.report()  # noqa: E731, PLW0108 - each generation has another journal
         self._coordinator = CoordinatorCalls(transport, run, report, timeouts)
         self._serials = itertools.count(first_serial)
         self._on_record = on_record
@@ -85,12 +85,12 @@ class StepClient:
         self.run = run
         self.generation = TrainerGeneration(run)
         self.num_samples = 0  # samples in the steps decided so far, from all trainers
-        # At the lead: return the hyperparameters of the next step, and the epoch of its loop.
+        # At the lead: return the hyperparameters of the next step, and the epoch of the loop.
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
-        # At the lead: return whether the run can go back if false work counted. None: this is not the lead.
+        # At the lead: return whether the run can roll back after false work counted. None: this is not the lead.
         self.can_go_back: Callable[[], Awaitable[bool]] | None = None
-        # At the lead: return the versions of snapshots from which its loop could go on.
+        # At the lead: return the versions of snapshots from which the loop can resume.
         self.resumable: Callable[[], Collection[int]] | None = None
         rpc.LEADS.serve(transport, self._handle_leads)
         rpc.REPORT.serve(transport, self._handle_report)
@@ -98,7 +98,7 @@ class StepClient:
 
     @property
     def version(self) -> int:
-        """The version of the newest weights that this trainer knows of."""
+        """The version of the newest weights that this trainer knows."""
         return self.run.version
 
     @property
@@ -111,19 +111,19 @@ class StepClient:
         return self.generation.journal
 
     def enter_generation(self, request: RestartRequest) -> None:
-        """Join the run's next generation, and forget the batches of the one before."""
+        """Join the run's next generation, and forget the batches of the last generation."""
         self.run.enter_generation(request)
         self.generation = TrainerGeneration(self.run)
 
     async def _ask(self, method: Call[Q, A], request: Q) -> A:
-        """Call the coordinator; refuse an answer that comes after a rollback, because its step does not count."""
+        """Call the coordinator; refuse an answer that arrives after a rollback, because its step is abandoned."""
         generation = self.generation
         reply = await self._call(method, request)
         self._check_current(generation)
         return reply
 
     async def _call(self, method: Call[Q, A], request: Q) -> A:
-        """Call the coordinator as a trainer of the run, which enlists again if necessary."""
+        """Call the coordinator as a trainer of the run; enlist again if necessary."""
         return await self._coordinator.enlisted(partial(self._coordinator.call, method, request))
 
     def _check_current(self, generation: TrainerGeneration) -> None:
@@ -154,25 +154,25 @@ class StepClient:
         """Return a place in the open step, or in the next one if the open step is full."""
         serial = self.next_serial()
         while True:
-            found = await self.request_grant(serial, num_samples, gradient_scale)
-            if isinstance(found, Grant):
-                return found
-            assert found is not None, "only a batch of a shared dataset may need no place"
-            await self.wait_closed(found)
+            answer = await self.request_grant(serial, num_samples, gradient_scale)
+            if isinstance(answer, Grant):
+                return answer
+            assert answer is not None, "only a batch of a shared dataset may need no place"
+            await self.wait_closed(answer)
 
     def next_serial(self) -> int:
-        """Return the serial number of a new batch of this trainer, under which it requests a place."""
+        """Return a new serial number, under which this trainer requests a place for a batch."""
         return next(self._serials)
 
     async def give_back(self) -> None:
-        """Give back the place reserved for the next batch."""
+        """Release the place reserved for the next batch."""
         if self.generation.reserved is not None:
             (grant, _), self.generation.reserved = self.generation.reserved, None
             with contextlib.suppress(LeaseRevoked):
                 await self._finish(replaced(self._report_for(grant), withdrawn=True))
 
     async def _take_reserved(self, num_samples: int, gradient_scale: float) -> Grant | None:
-        """Return the reserved place if it fits such a batch; otherwise give it back."""
+        """Return the reserved place if it fits such a batch; otherwise release it."""
         if self.generation.reserved is None:
             return None
         grant, request = self.generation.reserved
@@ -183,14 +183,14 @@ class StepClient:
         return None
 
     async def begin_batch(self, grant: Grant) -> None:
-        """At the lead: report that a batch begins, so that the record of a late step may come during the batch."""
+        """At the lead: report that a batch begins, so that the record of a late step may arrive during the batch."""
         request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
         await self._coordinator.call(rpc.BEGIN, request)
 
     async def request_grant(
         self, serial: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
-        """Return a place in the open step, or the step that must be over first, or None if the batch needs none."""
+        """Return a place in the open step, or the step that must end first, or None if the batch needs no place."""
         # If trainers share an epoch, `batch` is the batch's number in the data. The coordinator may grant a place for
         # another batch.
         reserved = await self._take_reserved(num_samples, gradient_scale)
@@ -206,14 +206,14 @@ class StepClient:
             if reply.passed:
                 return None
             if reply.over:
-                raise RunOver(f"the run's last step is {self.open_step - 1}: there is no place for another batch")
+                raise RunOver(f"the run's last step is {self.open_step - 1}, so there is no place for another batch")
             if reply.wait is None:
-                raise ProtocolError("a coordinator's answer must be a grant, wait, passed or over, got none of these")
+                raise ProtocolError("a coordinator's answer must have a grant, wait, passed or over, got none of these")
             if reply.wait.step is not None:
                 return reply.wait.step
 
     async def send_metrics(self, lease: int, metrics: Metrics) -> None:
-        """Send a batch's metric updates to the coordinator, for the lead if the batch counts. Call it before `done`."""
+        """Send a batch's metric updates to the coordinator, which forwards them to the lead. Call it before `done`."""
         states, tensors = metrics
         head = BatchMetrics(generation=self.generation.number, step=self.open_step, lease=lease, metrics=list(states))
         self._journal.note_metrics(self.open_step, lease, Message(encode(head), tuple(tensors)))
@@ -221,7 +221,7 @@ class StepClient:
         await self._coordinator.enlisted(send)
 
     async def report_armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
-        """Let the batch count from now on, even without this trainer. `BatchArmed` explains the arguments."""
+        """Report that the batch is armed: it counts even if this trainer dies. `BatchArmed` explains the arguments."""
         request = BatchArmed(
             generation=self.generation.number,
             step=self.open_step,
@@ -242,9 +242,8 @@ class StepClient:
         logs: Sequence[LoggedValue] = (),
         ahead: PiggybackedRequests | None = None,
     ) -> bool:
-        """Report a finished batch; True if its step closes now. `LeaseRevoked`: it was struck, and may run again."""
-        # `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`. `ahead` has the
-        # requests that save a lone trainer round trips.
+        """Report a finished batch; return True if its step closes now. `LeaseRevoked`: the batch was struck."""
+        # `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`.
         ends = (
             self._record_request(self.open_step, decided=False)
             if ahead is not None and ahead.wait_for_step_end
@@ -260,11 +259,11 @@ class StepClient:
         )
 
     async def withdraw(self, lease: int, *, begun: bool = False, dropped: bool = False) -> bool:
-        """Report a batch that must not count; returns as `done`. `BatchDone` explains the arguments."""
+        """Report a batch that must not count; return True if its step closes now. See `BatchDone` for the arguments."""
         return await self._finish(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
 
     async def close(self, *, total_weight: float | None = None) -> bool:
-        """At the lead: ask to close the open step with its present batches; returns as `done`."""
+        """At the lead: ask to close the open step with its present batches; return True if it closes now."""
         return await self._finish(replaced(self._report(), close=True, total_weight=total_weight))
 
     async def report_events(self) -> None:
@@ -274,7 +273,7 @@ class StepClient:
     def _report(
         self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:
-        """Return a report on the open step, and on a batch of it if there is a lease."""
+        """Return a report on the open step and, with a lease, on a batch of it."""
         return BatchDone(
             step=self.open_step,
             lease=lease,
@@ -292,7 +291,7 @@ class StepClient:
     def _report_for(
         self, grant: Grant, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:
-        """Return a report on a batch that may belong to another step than the open one."""
+        """Return a report on a batch that may belong to another step than the open step."""
         report = self._report(grant.lease, completed, logs)
         return replaced(report, step=grant.step, first=grant.first, generation=grant.generation)
 
@@ -313,13 +312,15 @@ class StepClient:
             raise
         generation.imminent_step = generation.imminent_step if reply.imminent is None else reply.imminent
         # If the step closes, `reply.ended` answers the request `report.ends`. Otherwise it carries the record of the
-        # late step whose number is `reply.imminent`.
+        # late step with the number `reply.imminent`.
         if reply.ended is not None and reply.closing:
-            over = await self._apply_reply(report.step, reply.ended, decided=False)
-            generation.step_ended = await self._wait_until_over(report.step, decided=False) if over is None else over
+            has_ended = await self._apply_reply(report.step, reply.ended, decided=False)
+            if has_ended is None:
+                has_ended = await self._wait_for_end(report.step, decided=False)
+            generation.step_ended = has_ended
         elif reply.ended is not None and reply.imminent is not None:
-            over = await self._apply_reply(reply.imminent, reply.ended, decided=True)
-            generation.imminent_step = reply.imminent if over is None else None
+            has_ended = await self._apply_reply(reply.imminent, reply.ended, decided=True)
+            generation.imminent_step = reply.imminent if has_ended is None else None
         if reply.grant is not None and report.following is not None:
             generation.journal.note_granted(reply.grant, report.following)
             generation.reserved = reply.grant, report.following
@@ -327,30 +328,30 @@ class StepClient:
 
     async def report_revoked(self, lease: int) -> None:
         """Report a batch that a server or the coordinator reported as struck, before it runs again in another place."""
-        # The peer that granted its place may be a former coordinator; the current one may wait for the batch.
+        # A former coordinator may have granted its place, and the current coordinator may wait for the batch.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
 
     async def wait_for_record(self, step: int) -> Record | None:
-        """Wait for the record of `step` or a newer one; None if `step` reopened. `StepError`: it failed."""
-        return self.generation.newest_record if await self._wait_until_over(step, decided=True) else None
+        """Wait for the record of `step` or a newer record; None if `step` reopened. Raises `StepError` if it failed."""
+        return self.generation.newest_record if await self._wait_for_end(step, decided=True) else None
 
     async def wait_closed(self, step: int) -> bool:
-        """Wait until the step after `step` is open; False if a batch was withdrawn, so that `step` reopened."""
-        return await self._wait_until_over(step, decided=False)
+        """Wait until the step after `step` is open; return False if a batch was withdrawn, so that `step` reopened."""
+        return await self._wait_for_end(step, decided=False)
 
-    async def _wait_until_over(self, step: int, *, decided: bool) -> bool:
-        """Poll until the step is over; False if it reopened. If `decided`, also wait for its record."""
+    async def _wait_for_end(self, step: int, *, decided: bool) -> bool:
+        """Poll until the step has ended; return False if it reopened. If `decided`, also wait for its record."""
         while True:
-            # Each poll returns in time; the coordinator bounds the total.
+            # The coordinator limits the duration of each poll, and of the whole wait.
             reply = await self._ask(rpc.RECORD, self._record_request(step, decided=decided))
-            over = await self._apply_reply(step, reply, decided=decided)
-            if over is not None:
-                return over
+            has_ended = await self._apply_reply(step, reply, decided=decided)
+            if has_ended is not None:
+                return has_ended
 
     async def _apply_reply(self, step: int, reply: RecordReply, *, decided: bool) -> bool | None:
-        """Apply a reply's record; return True if the step is over, False if it reopened, None if it still closes."""
+        """Apply a reply's record; return True if the step has ended, False if it reopened, None if it still closes."""
         generation = self.generation
         if reply.record is not None:
             generation.newest_record = reply.record
@@ -361,7 +362,7 @@ class StepClient:
             return True
         if not reply.closing:
             generation.journal.note_reopened(step)
-            generation.hyperparameters.pop(step, None)  # the lead may step with other values by then
+            generation.hyperparameters.pop(step, None)  # they may change before the step closes
             await self._confirm(
                 [lease for lease in generation.journal.finished_batches(step) if lease.grant.step == step]
             )
@@ -384,9 +385,11 @@ class StepClient:
         )
 
     async def _apply_record(self, record: Record, reply: RecordReply) -> None:
-        """Apply a record, and keep the values that the reply brings with it."""
+        """Apply a record, and keep the logs and metrics that come with it."""
         if reply.seats is None and record.step != self.version:
-            raise ProtocolError(f"record {record.step} came without the run's members, and {self.version} is open here")
+            raise ProtocolError(
+                f"record {record.step} must come with the run's members, because {self.version} is the open step here"
+            )
         generation = self.generation
         seats = reply.seats or self.run.members_after(record)
         self.run.check(record, seats)
@@ -396,29 +399,29 @@ class StepClient:
         self.num_samples += record.closing.num_samples
         for step in [step for step in generation.hyperparameters if step <= record.step]:
             del generation.hyperparameters[step]
-        self.events.learn(reply.noted)  # later replies omit them for a trainer that knows the record
+        self.events.learn(reply.noted)  # later replies omit them, because this trainer then knows the record
         metrics: list[Metrics] = []
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # kept even if the rest fails
-        # A finished batch may still be struck, if its gradients were lost and could not be computed again, or if a new
+        # A finished batch may still be struck: its gradients were lost and could not be computed again, or a new
         # coordinator never received its report.
         lost, unknown = generation.journal.apply_record(record)
         for lease in lost:
             generation.journal.note_withdrawn(record.step, lease.grant.lease)
             generation.lost.append(lease.grant.lease)
-        await self._raise_if_false_work_counted(record)  # the rest does not matter if this raises
+        await self._raise_if_false_work_counted(record)  # after a rollback the rest is void
         await self._confirm(unknown)
         for first in reply.measured:
             metrics += await self._fetch_metrics(record.step, first)
 
     async def _raise_if_false_work_counted(self, record: Record) -> None:
-        """At the lead: raise `FalseWorkCounted` if false work may have counted and the run can go back."""
+        """At the lead: raise `FalseWorkCounted` if false work may have counted and the run can roll back."""
         if not record.goes_back or self.can_go_back is None:
             return
         reasons = [f"{conviction.peer} {conviction.reason}" for conviction in record.convicted or ()]
         error = FalseWorkCounted(reasons, self.run.sound_version_after(record.step))
         if await self.can_go_back():
             raise error
-        _log.warning("The run continues with the false work, because there is no snapshot to return to: %s.", error)
+        _log.warning("The run continues with the false work, because there is no snapshot for a rollback: %s.", error)
 
     async def _confirm(self, leases: Sequence[Lease]) -> None:
         """Ask whether finished batches still count, by reporting them again."""
@@ -434,16 +437,16 @@ class StepClient:
         request = MetricsRequest(generation=self.generation.number, step=step, first=first)
         head, tensors = await self._coordinator.stream(rpc.TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         if not head:
-            _log.warning("The metric updates of the batch at position %d of step %d are lost.", first, step)
+            _log.warning("The metric updates of the batch at place %d of step %d are lost.", first, step)
             return []
         return [(decode(head, BatchMetrics).metrics, tensors)]
 
     async def renew(self) -> None:
-        """Report that this trainer is alive, as during a long validation. Raises the open step's error."""
+        """Report that this trainer is alive, as during a long validation; raise the open step's error if it failed."""
         await self._call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:
-        """Not at the lead: stop training; return once a record removes this trainer, or no record can."""
+        """Not at the lead: stop training; return once a record removes this trainer, or if it is in the run no more."""
         request = RetireRequest(reason=reason[:_MAX_REASON])
         with contextlib.suppress(NotEnlisted):
             while not (await self._coordinator.call(rpc.RETIRE, request)).retired:
@@ -457,11 +460,11 @@ class StepClient:
     async def _handle_leads(self, caller: PeerId, request: LeadsRequest) -> None:
         self.run.check_generation(request.generation)
         if self.hyperparameters is None:
-            raise ProtocolError(f"{self.peer_id} trains beside the lead {self.run.manifest.lead}")
+            raise ProtocolError(f"{self.peer_id} is not the lead; the lead is {self.run.manifest.lead}")
 
     async def _handle_report(self, caller: PeerId, request: ReportRequest) -> ReportReply:
         self.run.check_generation(request.generation)
-        # From now on refuse answers of an older coordinator, because the new one may grant the same place again.
+        # From now on refuse answers of older coordinators, because the new coordinator may grant the same place again.
         await self._coordinator.accept(caller, request.term)
         return self._journal.report()
 

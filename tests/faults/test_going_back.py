@@ -128,7 +128,7 @@ def test_a_run_that_has_nothing_to_go_back_to_goes_on(
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, **SMALL)
     _, strategy = audited(6, liar, num_stages=1, on_conviction="go_back")
     assert events_of(strategy, "convicted") == {"peer-3"}
-    assert "no snapshot to return to: work of convicted servers counts" in caplog.text
+    assert "no snapshot for a rollback: work of convicted servers counts" in caplog.text
 
 
 @pytest.mark.thorough

@@ -177,13 +177,13 @@ def test_what_was_learnt_is_in_the_module_after_an_error(caplog: pytest.LogCaptu
 
 def test_a_lead_asks_once_for_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: Counter[tuple[int, bool]] = Counter()
-    until = StepClient._wait_until_over
+    until = StepClient._wait_for_end
 
     async def noted(self: StepClient, step: int, *, decided: bool) -> bool:
         asked[step, decided] += 1
         return await until(self, step, decided=decided)
 
-    monkeypatch.setattr(StepClient, "_wait_until_over", noted)
+    monkeypatch.setattr(StepClient, "_wait_for_end", noted)
     options = {"accumulate_grad_batches": 10, "limit_train_batches": 20, "microbatch_size": 1, "max_steps": 4}
     train(DigitsMLP, loader(digits(), 2), max_epochs=-1, **options)
     assert max(asked.values()) == 1

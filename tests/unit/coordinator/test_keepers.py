@@ -94,7 +94,7 @@ def test_without_another_keeper_the_run_ends_and_says_so(make_swarm: MakeSwarm) 
     swarm = audited(make_swarm, "a", voters="a")
     swarm.run(step(swarm, 0))
     kill(swarm, A)
-    with pytest.raises(PeerError, match=rf"no other peer came to coordinate within 600 s.*{REMEDY}"):
+    with pytest.raises(PeerError, match=rf"no other peer took its place within 600 s.*{REMEDY}"):
         swarm.run(step_on(swarm, rows(1), [B, D]))
     assert coordinators(swarm) == set()
     for server in swarm.servers.values():

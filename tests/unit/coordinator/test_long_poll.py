@@ -112,7 +112,7 @@ def test_a_record_that_is_not_the_next_one_is_refused_without_who_is_there() -> 
             return encode(msgspec.structs.replace(reply, seats=None))
 
         handlers[RECORD.name] = seatless
-        with pytest.raises(ProtocolError, match="came without the run's members"):
+        with pytest.raises(ProtocolError, match="must come with the run's members"):
             made.loop.run_until_complete(absent.steps.wait_for_record(1))
         assert (absent.steps.version, absent.steps.run.seats) == (1, before)
 

@@ -473,7 +473,7 @@ def test_what_a_batch_added_to_metrics_is_lost_alone(
     assert trial.count("takeover") == 1
     assert [states for states, _ in swarm.steps.generation.records[-1].metrics] == [measured(1)[0]]
     first = min(batches_of(record))
-    assert f"The metric updates of the batch at position {first} of step 1 are lost." in caplog.messages
+    assert f"The metric updates of the batch at place {first} of step 1 are lost." in caplog.messages
     trial.records.append(record)
     trial.train(1)
 

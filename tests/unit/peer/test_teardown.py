@@ -155,7 +155,7 @@ def test_a_lead_that_comes_back_too_late_finds_the_run_over(make_swarm: MakeSwar
         await within(LEAD_S + 8 * SILENCE_S, *lives.values())  # the coordinator last: it calls the lead, too
         await asyncio.sleep(LEAD_S)
         swarm.network.thaw(LEAD)
-        with pytest.raises(StepError, match=r"the run is over for this peer, which has heard of no other peer"):
+        with pytest.raises(StepError, match=r"the run is over for this peer, because no other peer answered"):
             await swarm.steps.grant(2)
 
     swarm.run(go())
@@ -168,7 +168,7 @@ def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
     asking._timeouts = replace(asking._timeouts, successor_s=3 * LEAD_S, alone_s=LEAD_S)
     swarm.network.kill(A)
     swarm.network.kill(B)
-    with pytest.raises(Unreachable, match="no other peer came to coordinate within 300 s"):
+    with pytest.raises(Unreachable, match="no other peer took its place within 300 s"):
         swarm.run(swarm.steps.renew())
 
 
