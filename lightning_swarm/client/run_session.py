@@ -201,12 +201,12 @@ class Session:
             self.pipeline.factory.version = self._steps.version
         if self.local_layers is not None:
             self.local_layers.refresh(self.run.weights_version(grant.step), exactly=self.delays)
-        begun = self.pipeline.begin_batch(grant)
+        granted_batch = self.pipeline.begin_batch(grant)
         self._set_pipeline_version()
         # A lone trainer announces the batch, so that the record of a late step may arrive during the batch.
         # `num_trainers` does not show that it is alone, because a newcomer may have a place before it is a trainer.
         if not self.is_shared and self._steps.open_step > self._steps.version:
-            begun.begin = partial(self._steps.begin_batch, grant)
+            granted_batch.begin = partial(self._steps.begin_batch, grant)
         return grant
 
     def give_back(self) -> None:
@@ -254,7 +254,7 @@ class Session:
             _log.info("The coordinator may not know that the current batch is armed: %s", error)
 
     def withdraw_batch(self, *, dropped: bool) -> None:
-        """Withdraw the current batch; servers discard its gradients. If `dropped`, no trainer brings it again."""
+        """Withdraw the current batch; servers discard its gradients. If `dropped`, no trainer computes it again."""
         batch = self._give_up_batch()
         self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=dropped))
 
@@ -280,13 +280,13 @@ class Session:
             self.local_layers.add(self.pipeline.factory.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
-        closing = self._runtime.run(
+        closes = self._runtime.run(
             self._steps.done(
                 batch.grant.lease, batch.completed, close=close, total_weight=total_weight, logs=logs, ahead=ahead
             )
         )
         self.pipeline.end_batch()
-        return closing
+        return closes
 
     def _give_up_batch(self) -> GrantedBatch:
         """End the current batch without its gradients, and return it."""

@@ -143,7 +143,7 @@ class StepClient:
         await self._coordinator.call(rpc.PLAN, request)
 
     async def take_plan(self, epoch: int) -> EpochPlan | None:
-        """Wait for the lead's plan of an epoch; None if the whole epoch is complete by then."""
+        """Wait for the lead's plan of an epoch; None if the whole epoch is already complete."""
         while True:
             request = TakePlanRequest(generation=self.generation.number, epoch=epoch)
             reply = await self._ask(rpc.TAKE_PLAN, request)
@@ -169,7 +169,7 @@ class StepClient:
         if self.generation.reserved is not None:
             (grant, _), self.generation.reserved = self.generation.reserved, None
             with contextlib.suppress(LeaseRevoked):
-                await self._finish(replaced(self._report_for(grant), withdrawn=True))
+                await self._record_and_send(replaced(self._report_for(grant), withdrawn=True))
 
     async def _take_reserved(self, num_samples: int, gradient_scale: float) -> Grant | None:
         """Return the reserved place if it fits such a batch; otherwise release it."""
@@ -254,21 +254,21 @@ class StepClient:
             serial = self.next_serial()
             following = self.generation.grant_request(serial, ahead.num_samples, ahead.gradient_scale)
         report = self._report(lease, completed, logs)
-        return await self._finish(
+        return await self._record_and_send(
             replaced(report, close=close, total_weight=total_weight, ends=ends, following=following)
         )
 
     async def withdraw(self, lease: int, *, begun: bool = False, dropped: bool = False) -> bool:
         """Report a batch that must not count; return True if its step closes now. See `BatchDone` for the arguments."""
-        return await self._finish(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
+        return await self._record_and_send(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
 
     async def close(self, *, total_weight: float | None = None) -> bool:
         """At the lead: ask to close the open step with its present batches; return True if it closes now."""
-        return await self._finish(replaced(self._report(), close=True, total_weight=total_weight))
+        return await self._record_and_send(replaced(self._report(), close=True, total_weight=total_weight))
 
     async def report_events(self) -> None:
         """Report this trainer's new events to the coordinator, which forwards them to the lead."""
-        await self._finish(self._report())
+        await self._record_and_send(self._report())
 
     def _report(
         self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
@@ -295,7 +295,7 @@ class StepClient:
         report = self._report(grant.lease, completed, logs)
         return replaced(report, step=grant.step, first=grant.first, generation=grant.generation)
 
-    async def _finish(self, report: BatchDone) -> bool:
+    async def _record_and_send(self, report: BatchDone) -> bool:
         """Record a report in the journal, and send it; return whether its step closes now."""
         self._journal.note_done(report)
         self.generation.step_ended = None

@@ -111,8 +111,8 @@ def num_common(first: Tensor, second: Tensor) -> int:
 async def branch(session: InferenceSession, routes: SessionRoutes, source: InferenceSession | None) -> int:
     """Ask servers to begin a session with the longest prefix of its log that they keep; return its number of steps.
 
-    With a `source`, a session of this client that began with the whole log, that prefix is the whole log. Without, it
-    may be any prefix of the log that a session of any client shares. A failure never ends a text: if servers do not
+    If `source` is given, a session of this client that began with the whole log, the prefix is the whole log. Otherwise
+    it may be any prefix of the log that a session of any client shares. A failure never ends a text: if servers do not
     answer, no prefix is used.
     """
     source_route = () if source is None else source.route

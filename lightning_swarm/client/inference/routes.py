@@ -35,7 +35,7 @@ class SessionRoutes(Protocol):
         ...
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
-        """Choose another server for a stage of a route; return the same one if there is no other."""
+        """Choose another server for a stage of a route; return the same server if there is no other."""
         ...
 
     def end(self, route: Sequence[PeerId]) -> None:
@@ -84,7 +84,7 @@ class RunRoutes:
         return [self._choose(stage, rows) for stage in range(len(self.context.routers))]
 
     def replace(self, stage: int, route: Sequence[PeerId], rows: int) -> PeerId:
-        """Choose another server for a stage, if there is one."""
+        """Choose another server for a stage, or the same if there is no other."""
         return self._choose(stage, rows, avoid=frozenset({route[stage]}))
 
     def _choose(self, stage: int, rows: int, avoid: frozenset[PeerId] = frozenset()) -> PeerId:

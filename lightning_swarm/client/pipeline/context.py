@@ -112,7 +112,7 @@ class PipelineContext:
     secret: bytes = field(default_factory=partial(secrets.token_bytes, 32))  # from which result keys are derived
     _alone: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a microbatch is sent alone
     _progress: asyncio.Event = field(default_factory=asyncio.Event)  # set when a microbatch ends or rosters change
-    _avoided: dict[int, set[PeerId]] = field(default_factory=dict)  # stage -> avoided servers, the lost ones included
+    _avoided: dict[int, set[PeerId]] = field(default_factory=dict)  # stage -> avoided servers, including lost servers
     _lost: set[PeerId] = field(default_factory=set)  # servers lost to the open step
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # silent peers -> the last error
 
@@ -273,7 +273,7 @@ class PipelineContext:
             self._silent[peer] = error
 
     def is_empty(self, stage: int) -> bool:
-        """Return whether all peers of a stage are silent, and `stage_timeout` allows to wait for one."""
+        """Return whether all peers of a stage are silent, and `stage_timeout` allows waiting for a peer."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
     async def wait_for_stage(self, stage: int, *, step: int) -> None:

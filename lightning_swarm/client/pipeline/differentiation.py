@@ -53,7 +53,7 @@ def weights_node(weights: Sequence[nn.Parameter]) -> Tensor:
 
 
 def is_frozen_call(trained_now: Sequence[nn.Parameter], trained_at_begin: Sequence[nn.Parameter] | None) -> bool:
-    """Return whether this call alone freezes all weights, as an attack does; refuse a call that freezes only some."""
+    """Return whether this call alone freezes all weights, as an attack on inputs does; refuse to freeze only some."""
     # `trained_at_begin` holds the weights that trained when the batch began; None: the call belongs to no batch.
     if trained_at_begin is None or not trained_now:
         return not trained_now and trained_at_begin != []  # `[]`: all weights are frozen, not for this call alone
@@ -152,7 +152,7 @@ class GradientElsewhere(Tensor):
 
 
 class GradientMarks:
-    """Marks on the pipeline's weights, where plain Lightning leaves gradients. Using one raises an error."""
+    """Puts marks at `grad` of weights, where plain Lightning leaves gradients. Using a mark raises an error."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self._weights = weights

@@ -39,7 +39,7 @@ class _ChainProgress:
     mode: ComputeMode
     checkpoint: FrameType | None  # frame of the reentrant checkpoint in which the chain began, if any
     versions: tuple[tuple[Tensor, int], ...]  # (tensor of the arguments, its count of in-place changes)
-    cache: Any  # cache of keys and values, if the first block got one
+    cache: Any  # the first block's cache of keys and values, or None
 
     def with_picks(self, picks: tuple[Pick, ...]) -> _ChainProgress:
         """Return the progress after the forward selected a part of the last block's output by `picks`."""
@@ -323,7 +323,7 @@ class Interception:
     def __init__(self, blocks: Blocks, calls: BlockChain | Callable[..., Any]) -> None:
         self.removed = False
         self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
-        self._replaced: list[tuple[nn.Module, dict[str, Any]]] = []  # (module, its `forward` attribute if it had one)
+        self._replaced: list[tuple[nn.Module, dict[str, Any]]] = []  # (module, its `forward` attribute, if any)
         self._chain: BlockChain | None = None
         if not isinstance(calls, BlockChain):
             self._replace(blocks.root, functools.partial(_call_whole, _registrations(blocks), calls))

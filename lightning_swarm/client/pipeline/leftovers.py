@@ -209,7 +209,7 @@ class Leftovers:
                 known = self._rules.get(key)
                 if known is None:  # a new tensor has the first rule that agrees
                     self._rules[key] = agreeing[0] if agreeing else None
-                elif known not in agreeing:  # another rule may agree only by chance, as this one did, so use none
+                elif known not in agreeing:  # use no other rule, which may agree only by chance, as this rule did
                     self._rules[key] = None
                 todo.discard(key)
         self._rules.update(dict.fromkeys(todo & new))  # no rule, because no trial left them

@@ -157,7 +157,7 @@ class LocalLayers:
                 parameter.grad = gradient
 
     def enter_generation(self) -> None:
-        """Accept the module's present weights, because they come from the snapshot of a rollback."""
+        """Accept the module's present weights, because a rollback has set them from its snapshot."""
         self._version, self._known, self._known_buffers, self._statistics_are_ahead = None, {}, {}, False
         self.clear()
 

@@ -50,7 +50,7 @@ class MicrobatchRun:
         return result
 
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
-        """Send the forwards of all stages, and replace peers that fail, until the last stage's result has come."""
+        """Send the forwards of all stages, and replace peers that fail, until the last stage's result has arrived."""
         calls, context = self.calls, self.context
         began_s = now_s()
         recovery = ForwardRecovery(calls)
@@ -61,7 +61,7 @@ class MicrobatchRun:
                 took_s = now_s() - began_s
                 if not recovery.num_failures:
                     context.durations.add(took_s)
-                # After a failure it is uncertain which peers these reports come from.
+                # After a failure it is uncertain which peers have sent these reports.
                 reports = () if recovery.num_failures else (report, *report.others)
                 context.note_forward(calls.route, reports, took_s=took_s, step=calls.step)
                 return result
@@ -215,7 +215,7 @@ async def _pause(calls: StageCalls, pause_s: float, deadline: float) -> float:
 
 
 class _BackwardRun:
-    """Runs the backward of a microbatch until the receipts of all stages have come."""
+    """Runs the backward of a microbatch until the receipts of all stages have arrived."""
 
     def __init__(
         self,

@@ -139,7 +139,7 @@ class PipelineCall:
         return run_all(self._factory.runtime, works, first, *others, limit=self._factory.config.max_in_flight)
 
     def release(self) -> None:
-        """No longer count the call as work of its peers, because no backward will come."""
+        """No longer count the call as work of its peers, because there will be no backward."""
         for run in self._runs:
             run.calls.release()
 
@@ -223,7 +223,7 @@ class PipelineCall:
 
 
 async def _record_accepted(batch: GrantedBatch, receipt: Receipt) -> None:
-    """Record that all stages have accepted a microbatch's backward; arm the batch after the last one."""
+    """Record that all stages have accepted a microbatch's backward; arm the batch after the last backward."""
     batch.accepted.append(receipt)
     if batch.arm is not None and len(batch.accepted) == batch.num_microbatches:
         await batch.arm(batch.accepted)

@@ -312,7 +312,7 @@ class StageRouter:
         return load is not None and load.ejected_until_s is not None and now_s < load.ejected_until_s
 
     def has_other_peer(self, peer: PeerId, *, now_s: float) -> bool:
-        """Return whether another peer of the stage, one that is not ejected, can take the place of `peer`."""
+        """Return whether the stage has another peer that is not ejected and can replace `peer`."""
         self._readmit(now_s)
         is_usable = peer in self.peers and self.peers[peer].ejected_until_s is None
         return len(self._measured) + len(self._unmeasured) > is_usable

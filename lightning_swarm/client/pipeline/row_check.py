@@ -116,7 +116,7 @@ class RowCheck:
         probe: CallArguments,
         mode: ComputeMode,
         together: Sequence[Tensor],
-        deviations: tuple[float, float],  # largest between calls of one shape with different other rows; largest of all
+        deviations: tuple[float, float],  # largest deviation between calls of one shape, and of all calls
         size: int,
     ) -> None:
         """Refuse blocks whose outputs changed, unless random numbers may be the cause."""
@@ -174,8 +174,8 @@ def _remedy(mode: ComputeMode) -> str:
 
 def _probes(arguments: CallArguments, rows: int, size: int, shared: Collection[str]) -> list[CallArguments]:
     """Make probes of two groups of rows: both together, each with copies of itself, and each alone."""
-    # A group has whole microbatches, because a block may combine rows within one. Small microbatches are put together,
-    # because a permutation of few rows may change nothing.
+    # A group consists of whole microbatches, because a block may combine rows within a microbatch. It has several small
+    # microbatches, because a permutation of few rows may change nothing.
     size *= max(1, min(-(-_MIN_ROWS // size), rows // (2 * size)))
     first, second = torch.arange(size), torch.arange(size, min(2 * size, rows))
     row_indices = (
