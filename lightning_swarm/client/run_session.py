@@ -209,9 +209,9 @@ class Session:
             granted_batch.begin = partial(self._steps.begin_batch, grant)
         return grant
 
-    def give_back(self) -> None:
+    def release_place(self) -> None:
         """Release the place reserved for the next batch, because there is no next batch."""
-        self._runtime.run(self._steps.give_back())
+        self._runtime.run(self._steps.release_place())
 
     def collect_batch_statistics(self) -> contextlib.AbstractContextManager[None]:
         """Within this context, collect the current batch's batch statistics in the trainer's own layers."""

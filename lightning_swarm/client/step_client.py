@@ -132,7 +132,7 @@ class StepClient:
 
     async def change(self, change: StepChange) -> None:
         """Send the change with which the open step begins. No place may be granted in it yet."""
-        await self.give_back()
+        await self.release_place()
         request = ChangeRequest(generation=self.generation.number, step=self.open_step, change=change)
         await self._coordinator.call(rpc.CHANGE, request)
 
@@ -164,7 +164,7 @@ class StepClient:
         """Return a new serial number, under which this trainer requests a place for a batch."""
         return next(self._serials)
 
-    async def give_back(self) -> None:
+    async def release_place(self) -> None:
         """Release the place reserved for the next batch."""
         if self.generation.reserved is not None:
             (grant, _), self.generation.reserved = self.generation.reserved, None
@@ -179,7 +179,7 @@ class StepClient:
         if (grant.step, request.num_samples, request.gradient_scale) == (self.open_step, num_samples, gradient_scale):
             self.generation.reserved = None
             return grant
-        await self.give_back()
+        await self.release_place()
         return None
 
     async def begin_batch(self, grant: Grant) -> None:

@@ -157,7 +157,7 @@ class ServedRoutes:
         """Return whether a server is ejected, at whichever stage it failed."""
         return self._ejected.get(peer, (0.0, 0.0))[0] > now_s()
 
-    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+    async def send_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
         """Send a server an adapter unless it was sent before; with `again`, in any case."""
         await self._model.uploads.send(peer, adapter, timeout=self.timeout, again=again)
 

@@ -170,7 +170,7 @@ class Speculation:
             if drafted := self._draft_tokens(policy.chunk):
                 self._send(drafted)
             first = self._ahead[0].chunk
-            if first.output is not None or first.sent.has_come:
+            if first.output is not None or first.sent.has_arrived:
                 return
 
     def _draft_tokens(self, count: int) -> Sequence[int]:
@@ -218,7 +218,7 @@ class Speculation:
         first = self._ahead[0]
         chunk = first.chunk
         if chunk.output is None:
-            has_waited = not chunk.sent.has_come
+            has_waited = not chunk.sent.has_arrived
             chunk.output = self._served.forwards.receive(chunk.sent)
             now_s, before_s = time.perf_counter(), self._received_s
             self._received_s = now_s

@@ -303,7 +303,7 @@ class SwarmOptimization:
 
     def finish(self) -> None:
         """Wait for and count the last records when training ends."""
-        self._session.give_back()
+        self._session.release_place()
         self._session.end_training()
         self._take_lost()
         self._count_others()

@@ -65,7 +65,7 @@ class SentStep:
     length: int  # tokens in the cache after the step
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether the result has arrived."""
         return self.session.has_result(self.number)
 

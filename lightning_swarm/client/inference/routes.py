@@ -54,7 +54,7 @@ class SessionRoutes(Protocol):
         """Return whether a server is ejected because of a recent failure."""
         ...
 
-    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+    async def send_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
         """Send a server an adapter unless it was sent before; with `again`, in any case."""
         ...
 
@@ -109,7 +109,7 @@ class RunRoutes:
         """Return whether the stage's router avoids a server."""
         return self.context.is_ejected(stage, peer)
 
-    async def give_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
+    async def send_adapter(self, peer: PeerId, adapter: PackedAdapter, *, again: bool) -> None:
         """Raise, because sessions of a run have no adapters."""
         raise NotImplementedError
 

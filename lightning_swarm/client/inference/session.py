@@ -403,7 +403,7 @@ class InferenceSession:
         try:
             if adapter is None:
                 raise ProtocolError(f"{peer} reports a missing adapter, but no step has named one")
-            await self._routes.give_adapter(peer, adapter, again=again)
+            await self._routes.send_adapter(peer, adapter, again=again)
         except Busy:
             self._note_busy(stage)
         except PeerError as error:
