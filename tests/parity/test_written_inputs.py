@@ -236,7 +236,7 @@ def test_all_microbatches_write_the_same() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (of_notes(count, table, Tensor.sum), r"on write into `given` are not available"),
+        (of_notes(count, table, Tensor.sum), r"wrote into `given` are not available"),
         (of_notes(hide, table, Tensor.sum), r"`given` was written by `.data`"),
         (of_notes(append, lambda x: [], lambda given: given[0].mean()), r"a block replaced 0 in a list"),
     ],
