@@ -83,7 +83,7 @@ class StruckInTrainMode(Struck):
 
 def serves(server: Server, stage: int) -> bool:
     """Return whether a server has the newest session at this stage."""
-    return any(key[1] == stage and held.done > 1 for key, held in server.sessions._held.items())
+    return any(key[1] == stage and held.computed > 1 for key, held in server.sessions._sessions.items())
 
 
 def check(mode: str, *stages: int, how: str = "kill", at: int = 5, **options: Any) -> None:

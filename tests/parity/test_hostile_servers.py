@@ -20,7 +20,7 @@ from tests.served import ServedSwarm, calling, make_model
 
 def reporting(kind: FailureKind, at: int) -> Callable[..., Any]:
     async def report(own: SessionHandlers, held: Any, stage: Any, step: Any, *_: Any) -> None:
-        await own._blame(held, step, kind, "false", stage_index=step.stage_index + at)
+        await own._report_failure(held, step, kind, "false", stage_index=step.stage_index + at)
 
     return report
 
@@ -36,7 +36,7 @@ async def nothing(own: SessionHandlers, *_: Any) -> None:
     """Accept steps, and neither compute nor report them."""
 
 
-GIVE = SessionHandlers._give
+GIVE = SessionHandlers._send_to_client
 
 
 async def give_more(own: SessionHandlers, held: Any, kept: Any) -> None:
@@ -54,8 +54,8 @@ FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "it refuses a step": ("_advance", reporting("refused", 0)),
     "the next server refuses": ("_advance", reporting("refused", 1)),
     "the next server is gone": ("_advance", reporting("unreachable", 1)),
-    "nothing follows": ("_send_on", nothing),
-    "a row too many": ("_give", give_more),
+    "nothing follows": ("_send_output", nothing),
+    "a row too many": ("_send_to_client", give_more),
 }
 
 
@@ -90,7 +90,7 @@ def test_no_answer_of_a_hostile_server_ends_a_text(fault: str, tmp_path: Path, m
             assert sessions is not None
             (session,) = sessions._open.values()
             first, last = session.route
-            hostile.add(last if name == "_give" else first)
+            hostile.add(last if name == "_send_to_client" else first)
             if name == "_handle_replay":
                 swarm.network.kill(last)
 

@@ -347,7 +347,7 @@ def test_a_lost_message_costs_a_moment(serve: Callable[..., ServedSwarm], monkey
     swarm.serve("a")
     remote = swarm.connect()
     lost: list[int] = []
-    give = SessionHandlers._give
+    give = SessionHandlers._send_to_client
 
     async def lose(handlers: SessionHandlers, held: Any, kept: Any) -> None:
         if kept.step.number == 5 and len(lost) < 2:
@@ -355,7 +355,7 @@ def test_a_lost_message_costs_a_moment(serve: Callable[..., ServedSwarm], monkey
             raise Unreachable("lost")
         await give(handlers, held, kept)
 
-    monkeypatch.setattr(SessionHandlers, "_give", lose)
+    monkeypatch.setattr(SessionHandlers, "_send_to_client", lose)
     begin_s = swarm.loop.time()
     assert torch.equal(write(remote, "greedy"), write(model, "greedy"))
     assert lost == [5, 5]
@@ -488,7 +488,9 @@ def test_more_tokens_than_a_step_may_have_are_refused_or_cut(serve: Callable[...
     swarm.serve("a", limits=replace(LIMITS, step_tokens=8))
     model = swarm.connect()
     with torch.no_grad():
-        with pytest.raises(ProtocolError, match=r"at most 8 tokens in all rows here .*, got 12: others would wait"):
+        with pytest.raises(
+            ProtocolError, match=r"at most 8 tokens in all rows here .*, got 12: other texts would wait"
+        ):
             model(PROMPTS)
         assert torch.equal(model(PROMPTS[:1]).logits, plain(PROMPTS[:1]).logits)
     for mode in ("greedy", "sampled"):

@@ -1,4 +1,4 @@
-"""Clients' adapters at a server: checked on arrival, kept while there is room, and applied per call."""
+"""Clients' LoRA adapters at a server: checks them on arrival, keeps them while there is room, and applies them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Adapter:
 
     stage: int
     loras: Sequence[Lora]  # one for each adapted layer
-    tensors: Sequence[Tensor]  # A ``[rank, inputs]`` and B ``[outputs, rank]`` of each, in turn; they require gradients
+    tensors: Sequence[Tensor]  # for each LoRA, A ``[rank, inputs]`` and B ``[outputs, rank]``; they require gradients
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Adapter:
 
     @cached_property
     def kind(self) -> tuple[Lora, ...]:
-        """The adapter without its tensors; adapters of one kind cost the same."""
+        """The adapter without its tensors; adapters of one kind take equally long to compute."""
         return tuple(self.loras)
 
     @cached_property
@@ -61,11 +61,11 @@ class AdapterStore:
         """Keep an adapter; drop the least recently used if there is no room for all."""
         if adapter.num_bytes > self._max_bytes:
             raise ProtocolError(
-                f"an adapter may have {self._max_bytes} bytes at a stage by `Limits.adapter_bytes`, got "
+                f"an adapter may have {self._max_bytes} bytes at a stage (`Limits.adapter_bytes`), got "
                 f"{adapter.num_bytes}"
             )
-        before = self._kept.pop(name, None)
-        self.num_bytes += adapter.num_bytes - (0 if before is None else before.num_bytes)
+        replaced = self._kept.pop(name, None)
+        self.num_bytes += adapter.num_bytes - (0 if replaced is None else replaced.num_bytes)
         self._kept[name] = adapter
         while self.num_bytes > self._max_bytes:
             self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
@@ -74,7 +74,7 @@ class AdapterStore:
         """Return an adapter; raise `AdapterMissing` if it is not here."""
         adapter = self._kept.get(name)
         if adapter is None or adapter.stage != stage:
-            raise AdapterMissing(f"no adapter of this name is here for stage {stage}")
+            raise AdapterMissing(f"this server has no adapter of this name for stage {stage}")
         self._kept.move_to_end(name)
         return adapter
 
@@ -82,31 +82,31 @@ class AdapterStore:
 def checked(upload: AdapterUpload, tensors: Sequence[Tensor], layers: LayersOfStage, device: torch.device) -> Adapter:
     """Return an uploaded adapter for the layers of its stage; raise `ProtocolError` if it does not fit."""
     if len(tensors) != 2 * len(upload.loras):
-        raise ProtocolError(f"{len(upload.loras)} layers have two tensors each, got {len(tensors)}")
+        raise ProtocolError(f"{len(upload.loras)} adapted layers must have two tensors each, got {len(tensors)}")
     for index, lora in enumerate(upload.loras):
         name = f"{lora.module[:100]!r} of block {lora.block}"
         inputs, outputs = layers.shape(lora.block, lora.module)
         down, up = tensors[2 * index : 2 * index + 2]
         if (down.shape, up.shape) != ((lora.rank, inputs), (outputs, lora.rank)):
             raise ProtocolError(
-                f"an adapter of {name} has ({lora.rank}, {inputs}) and ({outputs}, {lora.rank}), got "
+                f"an adapter of {name} must have ({lora.rank}, {inputs}) and ({outputs}, {lora.rank}), got "
                 f"{tuple(down.shape)} and {tuple(up.shape)}"
             )
         if down.dtype not in _DTYPES or up.dtype != down.dtype:
             raise ProtocolError(
-                f"an adapter has one of the dtypes {_DTYPES}, got {down.dtype} and {up.dtype} for {name}"
+                f"an adapter must have one of the dtypes {_DTYPES}, got {down.dtype} and {up.dtype} for {name}"
             )
         if not math.isfinite(lora.scaling) or not down.isfinite().all() or not up.isfinite().all():
-            raise ProtocolError(f"an adapter's numbers must be finite, got others for {name}")
+            raise ProtocolError(f"an adapter's numbers must be finite, and some for {name} are not")
     if adapter_digest(upload.stage, upload.loras, tensors) != upload.digest:
-        raise ProtocolError("an adapter's digest is not that of what came")
+        raise ProtocolError("an adapter's digest must match its layers and tensors, and this one does not")
     return Adapter(
         upload.stage, upload.loras, [tensor.detach().to(device).clone().requires_grad_() for tensor in tensors]
     )
 
 
 class LayersOfStage:
-    """The linear layers of a stage's blocks, by the number of the block and their name in it."""
+    """The linear layers of a stage's blocks, found by the number of the block and their name in it."""
 
     def __init__(self, blocks: Sequence[nn.Module], first_block: int) -> None:
         self._layers = {
@@ -117,7 +117,7 @@ class LayersOfStage:
         }
 
     def shape(self, block: int, name: str) -> tuple[int, int]:
-        """Return the numbers of a layer's inputs and outputs."""
+        """Return a layer's numbers of inputs and outputs."""
         return linear_shape(self._find(block, name))
 
     def _find(self, block: int, name: str) -> Any:
@@ -128,7 +128,7 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
-        """Add an adapter's products to the layers' outputs within the context."""
+        """In this context, add the adapter's low-rank products to the outputs of its layers."""
         with contextlib.ExitStack() as hooks:
             for layer, added in self._added(adapter, drops=drops).items():
                 hooks.callback(layer.register_forward_hook(added).remove)
@@ -136,7 +136,7 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted_by_rows(self, adapters: Sequence[tuple[int, Adapter | None]], *, drops: bool) -> Iterator[None]:
-        """Add each text's adapter to the outputs of its rows within the context.
+        """In this context, add the products of each text's adapter to the layers' outputs for its rows.
 
         Args:
             adapters: Each text's number of rows and its adapter, in the order of the rows.
@@ -147,25 +147,25 @@ class LayersOfStage:
                 yield
             return
         ends = list(accumulate(rows for rows, _ in adapters))
-        found: dict[nn.Module, list[tuple[slice, _Added]]] = {}
+        added_by_layer: dict[nn.Module, list[tuple[slice, _Added]]] = {}
         for (rows, adapter), end in zip(adapters, ends, strict=True):
             for layer, added in self._added(adapter, drops=drops).items():
-                found.setdefault(layer, []).append((slice(end - rows, end), added))
+                added_by_layer.setdefault(layer, []).append((slice(end - rows, end), added))
         with contextlib.ExitStack() as hooks:
-            for layer, of_rows in found.items():
-                hooks.callback(layer.register_forward_hook(_AddedByRows(ends[-1], of_rows)).remove)
+            for layer, added_rows in added_by_layer.items():
+                hooks.callback(layer.register_forward_hook(_AddedByRows(ends[-1], added_rows)).remove)
             yield
 
     def _added(self, adapter: Adapter | None, *, drops: bool) -> Mapping[nn.Module, _Added]:
-        """Return an adapter's products, by layer."""
+        """Return layer -> the products of an adapter that are added to its output."""
         if adapter is None:
             return {}
-        found: dict[nn.Module, list[_LowRank]] = {}
+        products_by_layer: dict[nn.Module, list[_LowRank]] = {}
         for index, lora in enumerate(adapter.loras):
             down, up = adapter.tensors[2 * index : 2 * index + 2]
             product = _LowRank(down, up, lora.scaling, lora.dropout if drops else 0.0)
-            found.setdefault(self._find(lora.block, lora.module), []).append(product)
-        return {layer: _Added(products) for layer, products in found.items()}
+            products_by_layer.setdefault(self._find(lora.block, lora.module), []).append(product)
+        return {layer: _Added(products) for layer, products in products_by_layer.items()}
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -174,15 +174,15 @@ def _is_linear(layer: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _LowRank:
-    """A low-rank product, with peft's order of operations."""
+    """A low-rank product, computed in peft's order of operations."""
 
     down: Tensor
     up: Tensor
     scaling: float
     dropout: float
 
-    def of(self, hidden: Tensor) -> Tensor:
-        """Return the product for a layer's input."""
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the product for a layer's input, to be added to its output."""
         if self.dropout:
             hidden = F.dropout(hidden, self.dropout)
         return F.linear(F.linear(hidden, self.down), self.up) * self.scaling
@@ -190,7 +190,7 @@ class _LowRank:
 
 @dataclass(frozen=True, eq=False)
 class _Added:
-    """Adds the products of all of a text's adapters to a layer's output, and rounds where peft does."""
+    """A forward hook that adds products to a layer's output, and rounds where peft does."""
 
     products: Sequence[_LowRank]
 
@@ -198,23 +198,23 @@ class _Added:
         hidden, dtype = args[0], output.dtype
         for product in self.products:
             hidden = hidden.to(product.down.dtype)
-            added = product.of(hidden)
+            added = product(hidden)
             output = output + (added.to(dtype) if is_quantized(layer) else added)
         return output.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class _AddedByRows:
-    """Adds to each text's rows of a layer's output the products of that text's adapter."""
+    """A forward hook that adds each text's own products to the rows of that text in a layer's output."""
 
     num_rows: int
-    added: Sequence[tuple[slice, _Added]]
+    added: Sequence[tuple[slice, _Added]]  # rows of a text, and its products
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         hidden = args[0]
-        # Experts' inputs are sorted by expert, so their rows are not the texts' rows, even if the number is equal.
+        # An expert's input has its rows sorted by expert, so they are not the texts' rows, even if there are as many.
         if hidden.ndim < _LEAST_DIMENSIONS or len(hidden) != self.num_rows:
-            raise CannotJoin("a layer with an adapter gets its input in another form than [rows, tokens, ...]")
+            raise CannotJoin("texts with adapters share a forward only if layers get inputs [rows, tokens, ...]")
         output = output.clone()
         for rows, added in self.added:
             output[rows] = added(layer, (hidden[rows],), output[rows])

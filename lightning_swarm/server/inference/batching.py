@@ -1,8 +1,8 @@
-"""Computes waiting steps of several sessions in one forward, if that gives the same numbers as one by one.
+"""Computes waiting steps of several sessions in one forward, if that gives the same numbers as separate forwards.
 
-A forward of one row costs nearly as much as of eight, because it reads the same weights. The model decides whether rows
-of several texts may share a forward. So each kind of step is tried first, together and one by one, and only the
-separate results count.
+A forward of one row costs nearly as much as of eight, because it reads the same weights. Whether rows of several texts
+may share a forward depends on the model. So the first steps of each kind are computed twice, jointly and separately.
+The separate results are used, and the comparison decides about later steps of the kind.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _MAX_ROWS: Final = 64  # rows in one forward
-_MAX_TOKENS: Final = 8  # tokens per row: a longer step delays the rest
-_LONG_TOKENS: Final = 512  # tokens in all rows: longer steps run block by block
+_MAX_TOKENS: Final = 8  # tokens per row; a longer step would delay the other rows
+_LONG_TOKENS: Final = 512  # tokens in all rows; a longer step runs block by block
 _MAX_KINDS: Final = 256  # kinds with a verdict
 _MAX_TRIED: Final = 4  # steps in one trial
-_MAX_REFUSED: Final = 16  # a client's refused kinds at a stage, after which no more are tried
-_MAX_CLIENTS: Final = 8  # clients in the refusal of a kind
+_MAX_REFUSED: Final = 16  # a client's refused kinds at a stage; beyond these, none of its steps are tried
+_MAX_CLIENTS: Final = 8  # clients remembered for a refused kind
 _REFUSED_S: Final = 600.0  # seconds until a refused kind is tried again
-_MOST: Final = 0.99  # share of the numbers that must agree: rounding may tip a choice of experts
+_AGREEING: Final = 0.99  # share of numbers that must agree; rounding may change the choice of an expert
 
 
 @dataclass(eq=False)
@@ -52,18 +52,18 @@ class WaitingStep(Generic[_T]):
     part: SessionPart
     prepare: Callable[[], Any]  # returns the session's cache, ready for the step
     finish: Callable[[serialization.Tree], _T]  # converts the output to the result
-    is_wanted: Callable[[], bool] = lambda: True  # whether the session still exists
-    kind: Any = None  # steps of one kind may share a forward; None: this step runs alone
+    is_wanted: Callable[[], bool] = lambda: True  # returns whether the session still exists
+    kind: Any = None  # steps of one kind may share a forward; None: it runs alone
     result: _T | None = None
     error: Exception | None = None
-    busy_s: float = 0.0  # its share of the forward's seconds; 0: no measure of later steps
-    was_tried: bool = False  # took part in a trial, which is slower
+    busy_s: float = 0.0  # its share of the forward's seconds; 0 if they do not predict later steps
+    was_tried: bool = False  # it took part in a trial, which is slower
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        """Set the kind of the step."""
+        """Set `kind`, unless the step must run alone."""
         rows, tokens = self.part.rows, self.part.tokens
-        # By its cache itself, because no verdict on other texts may depend on a recipe that a client makes up.
+        # Judge by the cache, not by its recipe: a client chooses the recipe, and must not affect other clients' steps.
         can_join = self.step.number > 1 and not self.step.draws and attention_cache.is_restorable(self.part.cache)
         if self.stage.batches_texts and not self.step.exact and can_join and tokens <= _MAX_TOKENS:
             arguments = joint_attention.kind_of((self.part.hidden, self.part.extras), rows)
@@ -83,16 +83,16 @@ class JointSteps(Generic[_T]):
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._waiting: dict[Any, list[WaitingStep[_T]]] = {}  # kind -> steps in the order of their arrival
-        self._queued: set[Any] = set()  # kinds with a job that has not begun
+        self._queued: set[Any] = set()  # kinds whose job waits to begin
         self._verdicts = _Verdicts()
         self.num_joint = 0  # steps that shared a forward
-        self._problem: Exception | None = None  # error of the newest joint forward
+        self._problem: Exception | None = None  # error of the newest joint forward, if it failed
         self._long_step = asyncio.Lock()
 
     async def compute(self, work: WaitingStep[_T]) -> tuple[_T, float]:
         """Compute a step; return the result of `finish`, and the step's share of the seconds.
 
-        The seconds are 0 if they cannot predict the next step: for a prompt, or a trial.
+        The seconds are 0 if they cannot predict the next step, as for a prompt or a trial.
         """
         if work.is_long:
             await self._compute_by_blocks(work)
@@ -101,7 +101,7 @@ class JointSteps(Generic[_T]):
             self._end([work], took_s)
         else:
             self._waiting.setdefault(work.kind, []).append(work)
-            # Not yet, because steps that came in the same message are added in the same tick of the loop.
+            # Later in this tick of the loop, in which further steps of the same message are added.
             asyncio.get_running_loop().call_soon(self._submit, work.kind)
             await work.done.wait()
         if work.error is not None:
@@ -128,8 +128,8 @@ class JointSteps(Generic[_T]):
                 return True
             return False
 
-        async with self._long_step:  # one at a time: a step that has begun holds memory that no limit counts yet
-            await asyncio.sleep(0)  # steps that came in the same moment are queued first, and run after one block
+        async with self._long_step:  # one at a time, because no limit counts the memory of an unfinished step
+            await asyncio.sleep(0)  # queue steps that came at the same time, so that they run after the first block
             is_done = False
             while not is_done:
                 if not work.is_wanted():
@@ -137,36 +137,36 @@ class JointSteps(Generic[_T]):
                 is_done, _ = await self._executor.submit(TOKENS, compute_blocks)
 
     def release(self, cache: Any) -> None:
-        """Free the memory that the cache of a text that has ended shares with others, on the compute thread."""
+        """Free the memory that the cache of an ended session shares with other sessions, on the compute thread."""
         if (slab := padded_cache.slab_of(cache)) is not None:
             self._executor.submit(TOKENS, slab.dissolve)
 
     def _submit(self, kind: Any) -> None:
-        """Queue a job for all steps of a kind that wait when it begins."""
+        """Queue a job that computes the steps of a kind that wait when it begins."""
         if kind in self._queued or kind not in self._waiting:
             return
         self._queued.add(kind)
         taken: list[WaitingStep[_T]] = []
 
-        def ended(job: asyncio.Future[tuple[None, float]]) -> None:
-            """End the steps that the job has taken, on the loop, and queue another job for the rest."""
+        def on_ended(job: asyncio.Future[tuple[None, float]]) -> None:
+            """End the steps that the job has taken, and queue another job for the rest; runs on the loop."""
             if job.cancelled() or (error := job.exception()) is not None:
-                error = SessionLost("the server ends" if job.cancelled() else f"a step failed: {error!r}")
+                error = SessionLost("the server stops" if job.cancelled() else f"a step failed: {error!r}")
                 for work in (*taken, *self._waiting.pop(kind, ())):
                     work.error = error
                     work.done.set()
                 self._queued.discard(kind)
                 return
             self._end(taken, job.result()[1])
-            if self._waiting.get(kind):  # the job had no room for these steps
+            if self._waiting.get(kind):  # these steps did not fit into the job
                 self._submit(kind)
             else:
                 self._waiting.pop(kind, None)
 
-        self._executor.submit(TOKENS, partial(self._compute_waiting, kind, taken)).add_done_callback(ended)
+        self._executor.submit(TOKENS, partial(self._compute_waiting, kind, taken)).add_done_callback(on_ended)
 
     def _compute_waiting(self, kind: Any, taken: list[WaitingStep[_T]]) -> None:
-        """Compute as many waiting steps as fit together, on the compute thread. The loop only appends meanwhile."""
+        """Compute as many waiting steps as fit, on the compute thread; meanwhile, the loop only appends to the list."""
         self._queued.discard(kind)  # before reading the list, so that a later step queues another job
         waiting, num_rows = self._waiting.get(kind, []), 0
         while waiting and (not taken or num_rows + waiting[0].part.rows <= _MAX_ROWS):
@@ -197,82 +197,82 @@ class JointSteps(Generic[_T]):
 
     def _outputs(self, works: list[WaitingStep[_T]]) -> list[tuple[WaitingStep[_T], serialization.Tree]]:
         """Compute steps in one forward if a trial found the same numbers, otherwise one by one."""
-        joined: Sequence[serialization.Tree] | None = None
+        joint: Sequence[serialization.Tree] | None = None
         self._problem = None
         if len(works) > 1:
             verdict = self._verdicts.of(works)
             if verdict is None:
                 self._try(works[:_MAX_TRIED])
             elif verdict:
-                joined = self._jointly(works)
-        if joined is not None:
+                joint = self._compute_jointly(works)
+        if joint is not None:
             self.num_joint += len(works)
-            return list(zip(works, joined, strict=True))
-        found = []
+            return list(zip(works, joint, strict=True))
+        separate = []
         for work in works:
             try:
-                found.append((work, *work.stage.compute(work.step, [work.part])))
-            except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
+                separate.append((work, *work.stage.compute(work.step, [work.part])))
+            except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client gets the error
                 work.error = error
-        if self._problem is not None and len(found) == len(works):  # each step succeeds alone
-            self._verdicts.enter(works, self._problem, {work.step.client for work in works})
-        return found
+        if self._problem is not None and len(separate) == len(works):  # each step succeeds alone
+            self._verdicts.record(works, self._problem, {work.step.client for work in works})
+        return separate
 
-    def _jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
+    def _compute_jointly(self, works: Sequence[WaitingStep[_T]]) -> list[serialization.Tree] | None:
         """Compute steps in one forward; if it fails, restore the caches and return None."""
-        put_back = _putting_back(works)
+        restore = _restorer_of(works)
         try:
             return works[0].stage.compute(works[0].step, [work.part for work in works])
         except Exception as error:  # noqa: BLE001 - the model's code may raise anything
             if is_out_of_memory(error):
-                _log.warning("No memory to compute the steps of %d texts together: %s", len(works), error)
+                _log.warning("Too little memory to compute steps of %d texts together: %s", len(works), error)
             else:
                 self._problem = error
-        put_back()
+        restore()
         return None
 
     def _try(self, works: Sequence[WaitingStep[_T]]) -> None:
-        """Find out whether a joint forward gives the same numbers as separate forwards; restore the caches."""
-        if not _differ([work.part for work in works]):  # equal rows would hide that rows are mixed
+        """Record whether a joint forward gives the same numbers as separate forwards; restore the caches."""
+        if not _differ([work.part for work in works]):  # with equal rows, an exchange of rows would go unnoticed
             return
         for work in works:
             work.was_tried = True
-        put_back = _putting_back(works)
-        outputs = self._jointly(works)
+        restore = _restorer_of(works)
+        outputs = self._compute_jointly(works)
         if outputs is None:
             return
-        together = [_made(work.part, output) for work, output in zip(works, outputs, strict=True)]
-        put_back()
+        joint = [_results_of(work.part, output) for work, output in zip(works, outputs, strict=True)]
+        restore()
         try:
-            apart = [_made(work.part, *work.stage.compute(work.step, [work.part])) for work in works]
-        except Exception:  # noqa: BLE001 - it is raised again where it counts
+            separate = [_results_of(work.part, *work.stage.compute(work.step, [work.part])) for work in works]
+        except Exception:  # noqa: BLE001 - `_outputs` computes again, and reports it
             return
         finally:
-            put_back()
+            restore()
         # Numbers like NaN, which a client may send, prove nothing.
-        sound = [found for found in zip(works, together, apart, strict=True) if _is_finite(found[2])]
-        unlike = {work.step.client for work, one, other in sound if not _alike(one, other)}
-        if unlike or len(sound) > 1:
-            self._verdicts.enter(works, "the numbers differ" if unlike else None, unlike)
+        comparable = [each for each in zip(works, joint, separate, strict=True) if _is_finite(each[2])]
+        differing = {work.step.client for work, first, second in comparable if not _are_alike(first, second)}
+        if differing or len(comparable) > 1:
+            self._verdicts.record(works, "the numbers differ" if differing else None, differing)
 
 
 class _Verdicts:
-    """Verdicts on joint forwards, by the kind of step, and by whether the texts have one length.
+    """Verdicts on joint forwards, by the kind of step, by whether the texts have one length, and by padding.
 
-    A refusal concerns the clients whose numbers differed, and all clients if there are several. It ends after a while.
+    A refusal concerns the clients whose numbers differed, and all clients if these are several. It ends after a while.
     """
 
     def __init__(self) -> None:
         self._joint: dict[Any, bool] = {}  # kinds that may share a forward
-        self._refused: dict[Any, dict[PeerId, float]] = {}  # kind -> client -> when the refusal ends, in seconds
+        self._refused: dict[Any, dict[PeerId, float]] = {}  # kind -> client -> monotonic time at which the refusal ends
 
     def of(self, works: Sequence[WaitingStep[Any]]) -> bool | None:
         """Return the verdict on steps of one kind; None if a trial is due."""
         key = _key_of(works)
         return False if any(self._is_refused(key, work) for work in works) else self._joint.get(key)
 
-    def enter(self, works: Sequence[WaitingStep[Any]], problem: object, clients: Iterable[PeerId] = ()) -> None:
-        """Record that such steps may share a forward, or the problem if those of some clients may not."""
+    def record(self, works: Sequence[WaitingStep[Any]], problem: object, clients: Iterable[PeerId] = ()) -> None:
+        """Record that such steps may share a forward, or the problem because of which those of `clients` may not."""
         key = _key_of(works)
         if problem is None:
             self._joint[key] = True
@@ -282,16 +282,16 @@ class _Verdicts:
             ends.update(dict.fromkeys(clients, time.monotonic() + _REFUSED_S))
             for client in [*ends][:-_MAX_CLIENTS]:
                 del ends[client]
-            _log.info("Steps like these are computed apart at stage %d for a while: %s", works[0].stage.index, problem)
-        for found in (self._joint, self._refused):
-            if len(found) > _MAX_KINDS:
-                del found[next(iter(found))]
+            _log.info("Steps of a kind run separately at stage %d for a while: %s", works[0].stage.index, problem)
+        for verdicts in (self._joint, self._refused):
+            if len(verdicts) > _MAX_KINDS:
+                del verdicts[next(iter(verdicts))]
 
     def refuses(self, work: WaitingStep[Any]) -> bool:
-        """Return whether a step need not wait, because its kind or many kinds of its client were refused."""
+        """Return whether a step is to run alone, because its kind or many kinds of its client were refused."""
         if any(self._is_refused((work.kind, *forms), work) for forms in product((True, False), repeat=2)):
             return True
-        # Without those of adapters, because a client's users may bring many kinds.
+        # Kinds with adapters do not count, because a client's users may have many different adapters.
         kinds = [kind for (kind, *_), ends in self._refused.items() if work.step.client in ends and kind[-1] is None]
         return [kind[0] for kind in kinds].count(work.stage.index) >= _MAX_REFUSED
 
@@ -309,15 +309,15 @@ def _key_of(works: Sequence[WaitingStep[Any]]) -> Any:
     return works[0].kind, is_equal, padded_cache.pads(caches, works[0].part.tokens)
 
 
-def _putting_back(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
+def _restorer_of(works: Sequence[WaitingStep[Any]]) -> Callable[[], None]:
     """Return a function that restores the steps' caches to their present contents."""
-    each = [attention_cache.restorer_of(work.part.cache) for work in works]
+    restorers = [attention_cache.restorer_of(work.part.cache) for work in works]
 
-    def put_back() -> None:
-        for one in each:
-            one()
+    def restore() -> None:
+        for restore_cache in restorers:
+            restore_cache()
 
-    return put_back
+    return restore
 
 
 def _differ(parts: Sequence[SessionPart]) -> bool:
@@ -326,27 +326,27 @@ def _differ(parts: Sequence[SessionPart]) -> bool:
     return not all(all(map(torch.equal, first, other)) for other in others)
 
 
-def _made(part: SessionPart, output: serialization.Tree) -> tuple[Any, list[Tensor]]:
+def _results_of(part: SessionPart, output: serialization.Tree) -> tuple[Any, list[Tensor]]:
     """Return a step's output, and the keys and values of its tokens."""
     structure, tensors = serialization.flatten(output)
     new = [tensor[..., -part.tokens :, :] for tensor in attention_cache.tensors(part.cache) if tensor.ndim > 2]
     return structure, [*tensors, *new]
 
 
-def _is_finite(made: tuple[Any, list[Tensor]]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in made[1])
+def _is_finite(results: tuple[Any, list[Tensor]]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in results[1])
 
 
-def _alike(one: tuple[Any, list[Tensor]], other: tuple[Any, list[Tensor]]) -> bool:
+def _are_alike(first: tuple[Any, list[Tensor]], second: tuple[Any, list[Tensor]]) -> bool:
     """Return whether two steps gave the same numbers, up to rounding."""
-    return one[0] == other[0] and len(one[1]) == len(other[1]) and all(map(_are_close, one[1], other[1]))
+    return first[0] == second[0] and len(first[1]) == len(second[1]) and all(map(_are_close, first[1], second[1]))
 
 
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+def _are_close(first: Tensor, second: Tensor) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, other)
-    # Relative to the median, too, because a few numbers are often a hundred times as large as the rest.
-    limit = torch.finfo(one.dtype).eps ** 0.5 * (one.abs() + one.abs().median())
-    return bool(((one - other).abs() <= limit).float().mean() >= _MOST) and bool(other.isfinite().all())
+    if not first.is_floating_point() or not first.numel():
+        return torch.equal(first, second)
+    # Relative to each number and to the median, because a few numbers are often a hundred times as large as the rest.
+    limit = torch.finfo(first.dtype).eps ** 0.5 * (first.abs() + first.abs().median())
+    return bool(((first - second).abs() <= limit).float().mean() >= _AGREEING) and bool(second.isfinite().all())

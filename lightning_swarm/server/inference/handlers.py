@@ -1,8 +1,10 @@
 """Inference sessions on a server: computes steps with the sessions' caches, and sends outputs to the next stage.
 
 A step comes from the client or from the previous stage's server. Its output goes to the next stage's server, or to the
-client. Each server keeps its outputs while it has room. If the next server dies, its replacement receives all of them
-in order, and then has the same cache.
+client. Each server keeps its outputs while it has room. If the next server dies, the client asks for a replay: the
+replacement receives all of them in order, and then has the same cache. With each change of its route, the client raises
+the session's `attempt`, and sets `resume` to the first step whose output it lacks. Apart from replays, servers do not
+send the outputs before that step, because the later servers and the client have them.
 """
 
 from __future__ import annotations
@@ -54,15 +56,15 @@ from lightning_swarm.server.sample_costs import num_bytes
 
 _log = logging.getLogger(__name__)
 
-_MAX_REASON: Final = 2048  # characters of an error; those of `MAX_TOGETHER` steps fit into one message
-_SMOOTHING: Final = 0.05  # weight of the newest step
-_MAX_SESSIONS: Final = 4096  # limit for all stages here, because small sessions take more memory than their tensors
-_BRANCHING_S: Final = 5.0  # seconds to find a prefix at all servers of a route; then the client sends the whole text
+_MAX_REASON: Final = 2048  # characters of an error; errors of `MAX_TOGETHER` steps fit into one message
+_SMOOTHING: Final = 0.05  # weight of the newest step in the mean
+_MAX_SESSIONS: Final = 4096  # summed over stages; a limit, because sessions take memory beside their tensors
+_BRANCHING_S: Final = 5.0  # seconds to find a prefix at all servers of a route; later, the client sends the whole text
 _FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
 
 class SessionHandlers:
-    """Answers steps of inference sessions at the stages of this server."""
+    """Answers the steps of inference sessions at the stages of this server."""
 
     def __init__(
         self,
@@ -77,15 +79,15 @@ class SessionHandlers:
     ) -> None:
         self._transport, self._limits = transport, limits
         self._steps = JointSteps[KeptOutput](executor)
-        self._step_outbox = StepOutbox(self._push_steps)
-        self._output_outbox = Outbox[SessionOutput, None](self._give_outputs)
+        self._step_outbox = StepOutbox(self._deliver_steps)
+        self._output_outbox = Outbox[SessionOutput, None](self._deliver_outputs)
         self._spawn = tasks.spawn
         self._host, self._on_dropped = host, on_dropped
-        self._held: OrderedDict[SessionKey, StageSession] = OrderedDict()  # least recently used first
+        self._sessions: OrderedDict[SessionKey, StageSession] = OrderedDict()  # least recently used first
         self._prefixes = PrefixStore(prefixes)
-        self._forgetting = False  # whether `_forget_idle` runs
-        self.num_steps = 0  # computed so far
-        self.num_tokens = 0  # likewise, in all rows of these steps
+        self._watches_idle = False  # true while `_end_idle` runs
+        self.num_steps = 0  # steps computed so far
+        self.num_tokens = 0  # tokens of these steps, in all rows
         self._busy_s = MovingAverage(_SMOOTHING)
         max_bytes, admit = limits.max_message_bytes, self._check_caller
         rpc.SESSION_STEPS.serve(transport, self._handle_steps, max_bytes=max_bytes, admit=admit)
@@ -96,21 +98,21 @@ class SessionHandlers:
 
     def discard(self) -> None:
         """Drop all sessions, because their weights are gone."""
-        self._held.clear()
+        self._sessions.clear()
         self._prefixes.clear()
 
     async def end_all(self) -> None:
-        """End all sessions here; they continue at other servers."""
-        freed, ended = self._used_bytes(), list(self._held.values())
+        """End all sessions here; clients continue them at other servers."""
+        freed, sessions = self._used_bytes(), list(self._sessions.values())
         self.discard()
         self._on_dropped(freed)
-        for held in ended:  # wakes steps that wait for earlier steps
-            await held.grow()
+        for session in sessions:  # their waiting steps must end
+            await session.notify()
 
     @property
     def num_open(self) -> int:
         """The number of sessions, summed over the stages here."""
-        return len(self._held)
+        return len(self._sessions)
 
     @property
     def num_prefixes(self) -> int:
@@ -118,8 +120,8 @@ class SessionHandlers:
         return len(self._prefixes)
 
     def num_under_way(self, quiet_s: float) -> int:
-        """Return the number of sessions with a step in the last seconds; the rest may be idle chats."""
-        return sum(held.goes_on or now_s() < held.used_s + quiet_s for held in self._held.values())
+        """Return the number of sessions that are active, or had a step in the last `quiet_s` seconds."""
+        return sum(session.is_active or now_s() < session.used_s + quiet_s for session in self._sessions.values())
 
     @property
     def num_joint(self) -> int:
@@ -128,13 +130,13 @@ class SessionHandlers:
 
     @property
     def step_s(self) -> float:
-        """The mean seconds of a step at a stage here, without prompts; 0 if not measured."""
+        """The mean seconds of a step at a stage here, without prompts; 0 before the first."""
         return self._busy_s.value or 0.0
 
     @property
     def free_bytes(self) -> int:
         """The bytes left for sessions; kept outputs and prefixes count as free, because they can be dropped."""
-        return max(0, self._limits.session_bytes - sum(held.cache_bytes for held in self._held.values()))
+        return max(0, self._limits.session_bytes - sum(session.cache_bytes for session in self._sessions.values()))
 
     # ------------------------------------------------------------------ steps
 
@@ -148,13 +150,15 @@ class SessionHandlers:
         """Accept steps of one or several sessions; report the error of each that is refused."""
         steps, ends = request.steps, list(accumulate(step.num_tensors for step in request.steps))
         if ends[-1] != len(message.tensors):
-            raise ProtocolError(f"steps with {ends[-1]} tensors came with {len(message.tensors)}")
-        is_alone = len({step.session for step in steps}) == 1
+            raise ProtocolError(
+                f"the steps of a message must have {ends[-1]} tensors in all, got {len(message.tensors)}"
+            )
+        are_one_session = len({step.session for step in steps}) == 1
         refused = []
         for index, (step, end) in enumerate(zip(steps, ends, strict=True)):
             tensors = message.tensors[end - step.num_tensors : end]
             try:
-                if await self._accept(caller, step, tensors, waits=is_alone):
+                if await self._accept(caller, step, tensors, waits=are_one_session):
                     continue
                 is_early, (name, reason) = True, ("", "")
             except Exception as error:  # noqa: BLE001 - it concerns this step alone
@@ -165,54 +169,54 @@ class SessionHandlers:
         return SessionStepsReply(refused=refused), ()
 
     async def _accept(self, caller: PeerId, step: SessionStep, tensors: Sequence[Tensor], *, waits: bool) -> bool:
-        """Accept the next step of a session, or send on the output of the newest step again.
+        """Accept the next step of a session, or send the kept output of a repeated step again.
 
-        Return False if the step must wait for earlier steps, and `waits` forbids that.
+        Return False if the step would have to wait for earlier steps and `waits` is false.
         """
         stage = self._stage_of(step, caller)
         hidden, extras = checked_tree(step, tensors)
         check_tokens(hidden, stage)
-        held = self._held_for(step, stage)
-        if step.attempt >= held.attempt:
-            held.follow(step.attempt, step.route, step.resume)
-        if not held.takes(step.number):
+        session = self._session_for(step, stage)
+        if step.attempt >= session.attempt:
+            session.follow(step.attempt, step.route, step.resume)
+        if not session.accepts(step.number):
             if not waits:
                 return False
-            if held.waiting[step.number] > 1:  # the step and a repetition, so that another one adds nothing
+            if session.waiting[step.number] > 1:  # the step and a repetition wait already; a third would add nothing
                 return True
-            await self._until_taken(held, step, stage)
-        if step.number == held.taken + 1:
-            held.taken = step.number
-            self._spawn(self._advance(held, stage, step, hidden, extras, num_bytes(tensors)))
-            await held.grow()
-        elif step.number >= held.resume and (kept := held.kept.get(step.number)) is not None:
-            # Repeated for another server, or for a client that missed the output.
-            self._spawn(self._send_again(held, kept))
+            await self._wait_for_turn(session, step, stage)
+        if step.number == session.accepted + 1:
+            session.accepted = step.number
+            self._spawn(self._advance(session, stage, step, hidden, extras, num_bytes(tensors)))
+            await session.notify()
+        elif step.number >= session.resume and (kept := session.kept.get(step.number)) is not None:
+            # The step was repeated after a change of servers, or because its output was lost.
+            self._spawn(self._resend(session, kept))
         return True
 
-    async def _until_taken(self, held: StageSession, step: SessionStep, stage: SessionStage) -> None:
-        """Wait for earlier steps, which this step may have overtaken, or until enough of them are computed."""
-        gap = f"stage {stage.index} has {held.taken} steps of this session here, got {step.number}"
-        if step.number > held.taken + WINDOW:
+    async def _wait_for_turn(self, session: StageSession, step: SessionStep, stage: SessionStage) -> None:
+        """Wait until earlier steps, which this step may have overtaken, have arrived and enough are computed."""
+        gap = f"stage {stage.index} has steps 1 to {session.accepted} of this session, got step {step.number}"
+        if step.number > session.accepted + WINDOW:
             raise SessionLost(gap)
-        held.waiting[step.number] += 1
+        session.waiting[step.number] += 1
         try:
-            # Computing may take long, but a step that was overtaken must come soon.
-            async with asyncio.timeout(self._limits.silence_timeout if step.number > held.taken + 1 else None):
-                async with held.changed:
-                    await held.changed.wait_for(lambda: held.takes(step.number) or not self._has(held))
+            # Computing may take long, but an overtaken step must arrive soon.
+            async with asyncio.timeout(self._limits.silence_timeout if step.number > session.accepted + 1 else None):
+                async with session.changed:
+                    await session.changed.wait_for(lambda: session.accepts(step.number) or not self._is_open(session))
         except TimeoutError:
             raise SessionLost(gap) from None
         finally:
-            held.waiting -= Counter((step.number,))
-        if not self._has(held):
-            raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} came to its turn")
+            session.waiting -= Counter((step.number,))
+        if not self._is_open(session):
+            raise SessionLost(f"the session ended at stage {stage.index} before step {step.number} was accepted")
 
-    def _has(self, held: StageSession) -> bool:
-        return held in self._held.values()
+    def _is_open(self, session: StageSession) -> bool:
+        return session in self._sessions.values()
 
     def _stage_of(self, step: SessionStep, caller: PeerId) -> SessionStage:
-        """Return the stage of a step; refuse a step that its sender may not send, or not to this server."""
+        """Return the stage of a step; refuse a step from a wrong sender, or for another server."""
         self._check_sender(step, caller)
         if any(mode.grad for mode in step.modes):
             raise ProtocolError("a session computes without gradients")
@@ -222,233 +226,235 @@ class SessionHandlers:
         me = self._transport.peer_id
         self._host.check_client(step.client)
         if caller != step.client and not self._host.is_server(caller):
-            raise ProtocolError(f"a step comes from its client {step.client}, or from a server; not from {caller}")
+            raise ProtocolError(f"a step must come from its client {step.client} or from a server, got {caller}")
         if step.stage_index == 0 and caller != step.client:
-            raise ProtocolError(f"the first stage's steps come from their client {step.client}, not from {caller}")
+            raise ProtocolError(f"steps for the first stage must come from their client {step.client}, got {caller}")
         if step.route[0] != me:
-            raise ProtocolError(f"a step names its servers, {me} first here, got {step.route}")
+            raise ProtocolError(f"a step's route must begin with the server that receives it, {me}, got {step.route}")
 
-    def _held_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
-        """Return the session of a step at a stage; the first step begins it, if there is room."""
+    def _session_for(self, step: SessionStep, stage: SessionStage) -> StageSession:
+        """Return the session of a step at a stage; the first step begins the session if there is room."""
         key = (step.session, stage.index)
-        held = self._held.get(key)
-        if held is None:
+        session = self._sessions.get(key)
+        if session is None:
             if step.number != 1:
-                raise SessionLost(f"stage {stage.index} has no step of this session here, got step {step.number}")
+                raise SessionLost(f"stage {stage.index} has no steps of this session, got step {step.number}")
             excess = self._make_room(num_more=1)
-            if len(self._held) >= _MAX_SESSIONS:
-                raise Busy(f"{len(self._held)} sessions are open here, and no more may be")
+            if len(self._sessions) >= _MAX_SESSIONS:
+                raise Busy(f"this server has {_MAX_SESSIONS} open sessions, the most that it accepts")
             if excess > 0:
                 raise Busy(
-                    f"sessions hold {self._used_bytes()} bytes here, of at most {self._limits.session_bytes} by "
-                    "`Limits.session_bytes`, and all of them go on"
+                    f"sessions may have {self._limits.session_bytes} bytes here (`Limits.session_bytes`), and active "
+                    f"sessions have {self._used_bytes()}"
                 )
-            held = self._held[key] = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
-            held.digests = PrefixDigests() if self._prefixes.policy.shares else None
-            self._forget_idle_soon()
-        elif held.client != step.client:
-            raise ProtocolError(f"this session is of {held.client}, not of {step.client}")
-        elif held.adapter != step.adapter:
-            raise ProtocolError("all steps of a session have the same adapter")
-        held.used_s = now_s()
-        self._held.move_to_end(key)
-        return held
+            session = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
+            self._sessions[key] = session
+            session.digests = PrefixDigests() if self._prefixes.policy.shares else None
+            self._watch_idle()
+        elif session.client != step.client:
+            raise ProtocolError(f"this session belongs to {session.client}, not to {step.client}")
+        elif session.adapter != step.adapter:
+            raise ProtocolError("all steps of a session must have the same adapter")
+        session.used_s = now_s()
+        self._sessions.move_to_end(key)
+        return session
 
     async def _advance(
         self,
-        held: StageSession,
+        session: StageSession,
         stage: SessionStage,
         step: SessionStep,
         hidden: Any,
         extras: dict[str, Any],
-        size: int,  # bytes of the received tensors
+        received_bytes: int,
     ) -> None:
-        """Compute a step after the steps before it, keep its output, and send it on; report a failure."""
+        """Compute a step after the steps before it, then keep and send its output; report a failure."""
         max_bytes = self._limits.session_bytes
 
         def prepare() -> Any:
             if step.number == 1 and step.recipe is not None:
-                held.cache = attention_cache.build(step.recipe)
-            if held.cache is None and step.recipe is not None:
-                raise SessionLost(f"the cache of this session is not at stage {stage.index} any more")
-            stage.prepare(step, held.cache, max_bytes=max_bytes)
-            return held.cache
+                session.cache = attention_cache.build(step.recipe)
+            if session.cache is None and step.recipe is not None:
+                raise SessionLost(f"the cache of this session was dropped at stage {stage.index}")
+            stage.prepare(step, session.cache, max_bytes=max_bytes)
+            return session.cache
 
         def finish(output: serialization.Tree) -> KeptOutput:
-            held.cache_bytes = 0 if held.cache is None else attention_cache.num_bytes(held.cache)
-            if held.cache_bytes > max_bytes:
+            session.cache_bytes = 0 if session.cache is None else attention_cache.num_bytes(session.cache)
+            if session.cache_bytes > max_bytes:
                 raise ProtocolError(
-                    f"a text's keys and values have {held.cache_bytes} bytes at stage {stage.index}, and "
-                    f"`Limits.session_bytes` there are {max_bytes}. Raise that, or write shorter texts."
+                    f"a text's keys and values may have {max_bytes} bytes at stage {stage.index}, got "
+                    f"{session.cache_bytes}. Raise `Limits.session_bytes` there, or write shorter texts."
                 )
             structure, tensors = serialization.flatten((output, stage.left_of(extras)))
-            length = None if held.cache is None else attention_cache.length_of(held.cache)
-            return KeptOutput(step, tuple(tensors), structure, num_bytes(tensors) + size, length)
+            length = None if session.cache is None else attention_cache.length_of(session.cache)
+            return KeptOutput(step, tuple(tensors), structure, num_bytes(tensors) + received_bytes, length)
 
-        async with held.computing:  # steps run in the order of their arrival
-            if held.done != step.number - 1:
+        async with session.computing:  # steps run in the order of their arrival
+            if session.computed != step.number - 1:
                 return  # the previous step failed
             try:
                 await stage.ready()
-                own = stage.module.extras_for(extras)  # within `try`, because a client may send anything
-                part = SessionPart(hidden, own, cache=held.cache, adapter=stage.adapter)
+                own_extras = stage.module.extras_for(extras)  # within `try`, because a client may send anything
+                part = SessionPart(hidden, own_extras, cache=session.cache, adapter=stage.adapter)
                 kept, busy_s = await self._steps.compute(
-                    WaitingStep(stage, step, part, prepare, finish, lambda: self._has(held))
+                    WaitingStep(stage, step, part, prepare, finish, lambda: self._is_open(session))
                 )
-            except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client is told
-                await self._forget(held)
+            except Exception as error:  # noqa: BLE001 - the model's code may raise anything; the client gets the error
+                await self._end(session)
                 kind: FailureKind = "lost" if isinstance(error, SessionLost) else "refused"
-                await self._blame(held, step, kind, _reason(error))
+                await self._report_failure(session, step, kind, _reason(error))
                 return
-            record(held, step, (hidden, extras), kept)
-            held.keep(step.number, kept)
-            if len(held.route) == 1:  # this is the last stage
-                held.drop_older()
-            held.done = step.number
+            record(session, step, (hidden, extras), kept)
+            session.keep(step.number, kept)
+            if len(session.route) == 1:  # this is the last stage
+                session.drop_older_outputs()
+            session.computed = step.number
             self.num_steps += 1
             self.num_tokens += part.rows * part.tokens
             if step.number > 1 and busy_s:
                 self._busy_s.measure(busy_s)
-        await held.grow()
-        if not await self._make_room_for(held):
-            await self._blame(held, step, "busy", "sessions that go on leave no room for this one")
-        elif step.number >= held.resume:
-            await self._send_on(held, kept)
+        await session.notify()
+        if not await self._make_room_for(session):
+            await self._report_failure(session, step, "busy", "active sessions leave no room for this one")
+        elif step.number >= session.resume:
+            await self._send_output(session, kept)
 
-    async def _forget(self, held: StageSession) -> None:
-        """Drop a session, and wake its waiting steps, so that they end."""
-        for key in [key for key, one in self._held.items() if one is held]:
+    async def _end(self, session: StageSession) -> None:
+        """Drop a session, and end its waiting steps."""
+        for key in [key for key, known in self._sessions.items() if known is session]:
             self._drop(key)
-        await held.grow()
+        await session.notify()
 
     def _drop(self, key: SessionKey) -> int:
         """Drop a session at a stage; return the number of bytes freed."""
-        held = self._held.pop(key)
-        num_bytes = held.num_bytes
-        self._steps.release(held.cache)
-        held.cache = None  # a task may still hold the session, and must not keep its tensors
-        held.kept.clear()
-        held.cache_bytes = held.kept_bytes = 0
+        session = self._sessions.pop(key)
+        num_bytes = session.num_bytes
+        self._steps.release(session.cache)
+        session.cache = None  # a task that still refers to the session must not keep its tensors
+        session.kept.clear()
+        session.cache_bytes = session.kept_bytes = 0
         self._on_dropped(num_bytes)
         return num_bytes
 
-    async def _send_on(self, held: StageSession, kept: KeptOutput) -> None:
+    async def _send_output(self, session: StageSession, kept: KeptOutput) -> None:
         """Send a step's output to the next stage's server, or to the client; report a failure to the client."""
-        async with held.replaying:
-            attempt = held.attempt
-        try:  # beside the outputs of other steps: their order is kept where they are received
-            if len(held.route) == 1:
-                await self._give(held, kept)
+        async with session.replaying:  # the replay must send the earlier outputs first
+            attempt = session.attempt
+        try:  # concurrently with other steps; the receiver restores their order
+            if len(session.route) == 1:
+                await self._send_to_client(session, kept)
             else:
-                await self._push(held, kept)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this session alone
-            if len(held.route) == 1:
-                _log.info("Client %s of a session lacks step %d: %r", held.client, kept.step.number, error)
-            elif held.attempt == attempt:  # otherwise it was sent again
+                await self._send_to_server(session, kept)
+        except Exception as error:  # noqa: BLE001 - any error concerns this session alone
+            if len(session.route) == 1:
+                _log.info("Client %s did not receive output %d: %r", session.client, kept.step.number, error)
+            elif session.attempt == attempt:  # otherwise it was sent along a new route
                 stage_index = kept.step.stage_index + 1
-                await self._blame(held, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
+                await self._report_failure(session, kept.step, _kind_of(error), _reason(error), stage_index=stage_index)
 
-    async def _send_again(self, held: StageSession, kept: KeptOutput) -> None:
-        """Send an output as `_send_on`, unless many are being sent again, as for a client that floods its server."""
-        if held.num_repeated < 2 * WINDOW:
-            held.num_repeated += 1
+    async def _resend(self, session: StageSession, kept: KeptOutput) -> None:
+        """Send an output again, unless many are being sent again, because a client may repeat any number of steps."""
+        if session.num_repeated < 2 * WINDOW:
+            session.num_repeated += 1
             try:
-                await self._send_on(held, kept)
+                await self._send_output(session, kept)
             finally:
-                held.num_repeated -= 1
+                session.num_repeated -= 1
 
-    async def _give(self, held: StageSession, kept: KeptOutput) -> None:
+    async def _send_to_client(self, session: StageSession, kept: KeptOutput) -> None:
         """Send the last stage's output of a step to the client."""
         output, _ = serialization.unflatten(kept.structure, kept.tensors)
         structure, tensors = serialization.flatten(output)
-        said = SessionOutput(
+        message = SessionOutput(
             session=kept.step.session,
             number=kept.step.number,
             length=kept.length,
             structure=structure,
             num_tensors=len(tensors),
         )
-        await self._output_outbox.put(held.client, said, tensors)
+        await self._output_outbox.put(session.client, message, tensors)
 
-    async def _give_outputs(
+    async def _deliver_outputs(
         self, client: PeerId, outputs: list[SessionOutput], tensors: list[Tensor]
     ) -> Sequence[None]:
         request, timeout = SessionOutputs(outputs=outputs), self._limits.call_timeout
         await rpc.SESSION_OUTPUTS.ask(self._transport, client, request, tensors, timeout=timeout, max_bytes=0)
         return [None] * len(outputs)
 
-    async def _push(self, held: StageSession, kept: KeptOutput, *, alone: bool = False) -> None:
+    async def _send_to_server(self, session: StageSession, kept: KeptOutput, *, alone: bool = False) -> None:
         """Send the output of a step to the next stage's server."""
         step = replace(
             onward(kept.step),
-            attempt=held.attempt,
-            resume=held.resume,
-            route=held.route[1:],
+            attempt=session.attempt,
+            resume=session.resume,
+            route=session.route[1:],
             structure=kept.structure,
             num_tensors=len(kept.tensors),
         )
-        await self._step_outbox.send(held.route[1], step, kept.tensors, alone=alone)
+        await self._step_outbox.send(session.route[1], step, kept.tensors, alone=alone)
 
-    async def _push_steps(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
+    async def _deliver_steps(self, peer: PeerId, request: SessionSteps, tensors: Sequence[Tensor]) -> SessionStepsReply:
         timeout = self._limits.call_timeout
         reply, _ = await rpc.SESSION_STEPS.ask(self._transport, peer, request, tensors, timeout=timeout, max_bytes=0)
         return reply
 
-    async def _blame(
-        self, held: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
+    async def _report_failure(
+        self, session: StageSession, step: SessionStep, kind: FailureKind, reason: str, *, stage_index: int = -1
     ) -> None:
         """Report a failed step to the client, with the stage at fault; -1: the stage of this step."""
         failed = SessionFailed(
             session=step.session,
             number=step.number,
-            attempt=held.attempt,
+            attempt=session.attempt,
             stage_index=step.stage_index if stage_index < 0 else stage_index,
             kind=kind,
             reason=reason,
         )
         try:
-            await rpc.SESSION_FAILED.ask(self._transport, held.client, failed, timeout=self._limits.call_timeout)
+            await rpc.SESSION_FAILED.ask(self._transport, session.client, failed, timeout=self._limits.call_timeout)
         except SwarmError as error:
-            _log.info("The client %s of a session is not told of a failure: %s", held.client, error)
+            _log.info("Client %s did not receive the report of a failed step: %s", session.client, error)
 
     # ------------------------------------------------------------------ replacement servers
 
     async def _handle_replay(self, caller: PeerId, request: SessionReplay) -> None:
-        """Send all steps so far, in order, to another server of the next stage, where the session then continues."""
-        held = self._held.get((request.session, request.stage_index))
-        if held is None or held.client != caller:
-            raise SessionLost(f"stage {request.stage_index} has no such session of {caller} here")
+        """Send the outputs of all steps, in order, to a replacement server of the next stage."""
+        session = self._sessions.get((request.session, request.stage_index))
+        if session is None or session.client != caller:
+            raise SessionLost(f"stage {request.stage_index} has no session of {caller} with this id")
         if request.route[0] != self._transport.peer_id:
-            raise ProtocolError(f"a route begins with the server that is asked, got {request.route}")
-        async with held.replaying:
-            held.follow(request.attempt, request.route, request.resume)
+            raise ProtocolError(f"a route must begin with the server that receives it, got {request.route}")
+        async with session.replaying:
+            session.follow(request.attempt, request.route, request.resume)
             number = 1
-            while number <= held.done:
-                steps = [held.kept.get(one) for one in self._pushed_together(held, number)]
-                if None in steps:
-                    raise SessionLost(f"step {number} of this session is not kept here any more")
-                await gather(self._push(held, kept, alone=True) for kept in steps if kept is not None)
-                number += len(steps)
+            while number <= session.computed:
+                outputs = [session.kept.get(each) for each in self._numbers_sent_together(session, number)]
+                if None in outputs:
+                    raise SessionLost(f"the output of step {number} of this session was dropped here")
+                await gather(self._send_to_server(session, kept, alone=True) for kept in outputs if kept is not None)
+                number += len(outputs)
 
-    def _pushed_together(self, held: StageSession, number: int) -> range:
-        """Return the steps to send at once: the first alone, then small steps, which share a stream."""
+    def _numbers_sent_together(self, session: StageSession, number: int) -> range:
+        """Return the numbers of steps to send at once: the first alone, then as many small ones as fit on a stream."""
         end = number + 1
         if number > 1:
-            most = min(number + WINDOW, held.done + 1)
-            while end < most and (kept := held.kept.get(end)) is not None and kept.num_bytes <= SMALL_BYTES:
+            max_end = min(number + WINDOW, session.computed + 1)
+            while end < max_end and (kept := session.kept.get(end)) is not None and kept.num_bytes <= SMALL_BYTES:
                 end += 1
         return range(number, end)
 
     async def _handle_close(self, caller: PeerId, request: SessionClose) -> None:
-        ended = [(key, held) for key, held in self._held.items() if key[0] == request.session and held.client == caller]
-        for key, held in ended:
-            if not request.keeps or (freed := self._prefixes.keep(key, held)) is None:
+        for key, session in [*self._sessions.items()]:
+            if key[0] != request.session or session.client != caller:
+                continue
+            if not request.keeps or (freed := self._prefixes.keep(key, session)) is None:
                 self._drop(key)
             else:
-                del self._held[key]
-                self._steps.release(held.cache)
+                del self._sessions[key]
+                self._steps.release(session.cache)
                 self._on_dropped(freed)
-            await held.grow()
+            await session.notify()
 
     # ------------------------------------------------------------------ prefixes
 
@@ -457,82 +463,83 @@ class SessionHandlers:
         self._check_sender(request, caller)
         self._host.stage_of(request)
         key, timeout = (request.session, request.stage_index), _BRANCHING_S
-        if key in self._held:
-            raise ProtocolError("a session begins with a prefix, got one that has begun")
+        if key in self._sessions:
+            raise ProtocolError("only a new session may begin with a prefix, got a session that has begun")
 
         def ask(onward: SessionBranch) -> Awaitable[SessionBranched]:
             return rpc.SESSION_BRANCH.ask(self._transport, onward.route[0], onward, timeout=timeout)
 
-        branch = await self._prefixes.branch(request, [*self._held.items()], ask)
-        if branch is None or key in self._held:
+        branch = await self._prefixes.branch(request, [*self._sessions.items()], ask)
+        if branch is None or key in self._sessions:
             return SessionBranched(number=0)
-        self._held[key] = branch
-        if self._make_room(but=branch) > 0 or len(self._held) > _MAX_SESSIONS:
+        self._sessions[key] = branch
+        if self._make_room(but=branch) > 0 or len(self._sessions) > _MAX_SESSIONS:
             self._drop(key)
             return SessionBranched(number=0)
-        self._forget_idle_soon()
-        return SessionBranched(number=branch.done)
+        self._watch_idle()
+        return SessionBranched(number=branch.computed)
 
     # ------------------------------------------------------------------ memory
 
     def _used_bytes(self) -> int:
-        return sum(held.num_bytes for held in self._held.values()) + self._prefixes.num_bytes
+        return sum(session.num_bytes for session in self._sessions.values()) + self._prefixes.num_bytes
 
-    async def _make_room_for(self, held: StageSession) -> bool:
+    async def _make_room_for(self, session: StageSession) -> bool:
         """Make room for a session that has grown; if there is none, drop that session and return False."""
-        if self._make_room(but=held) <= 0 or len(self._held) == 1:
+        if self._make_room(but=session) <= 0 or len(self._sessions) == 1:
             return True
-        await self._forget(held)
+        await self._end(session)
         return False
 
     def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> int:
-        """Drop prefixes, old outputs, and inactive sessions except `but`, until the rest and `num_more` sessions fit.
+        """Drop prefixes, then old outputs, then inactive sessions except `but`, until the rest and `num_more` fit.
 
-        Begin with the least recently used session each time; sessions are dropped of the client that holds most. Return
-        the bytes that are still too many; at most 0 if none are.
+        Each time, begin with the least recently used; but drop sessions first of the client whose sessions take most
+        memory. Return the bytes that are still too many; at most 0 if all fit.
         """
         excess = self._used_bytes() - self._limits.session_bytes
-        while len(self._prefixes) and (excess > 0 or len(self._prefixes) + len(self._held) + num_more > _MAX_SESSIONS):
+        num_sessions = len(self._sessions) + num_more
+        while len(self._prefixes) and (excess > 0 or len(self._prefixes) + num_sessions > _MAX_SESSIONS):
             freed = self._prefixes.drop_oldest()
             self._on_dropped(freed)
             excess -= freed
-        if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
+        if excess <= 0 and num_sessions <= _MAX_SESSIONS:
             return excess
-        for held in [*self._held.values()] if excess > 0 else ():
-            if freed := held.drop_older():
+        for session in [*self._sessions.values()] if excess > 0 else ():
+            if freed := session.drop_older_outputs():
                 self._on_dropped(freed)
             excess -= freed
             if excess <= 0:
                 break
         shares = Counter[PeerId]()
-        for held in self._held.values():  # a session costs something even if it is empty
-            shares[held.client] += held.num_bytes + self._limits.session_bytes // _MAX_SESSIONS
-        for key, held in sorted(self._held.items(), key=lambda item: -shares[item[1].client]):
-            if excess <= 0 and len(self._held) + num_more <= _MAX_SESSIONS:
+        for session in self._sessions.values():  # an empty session takes memory, too
+            shares[session.client] += session.num_bytes + self._limits.session_bytes // _MAX_SESSIONS
+        for key, session in sorted(self._sessions.items(), key=lambda item: -shares[item[1].client]):
+            if excess <= 0 and len(self._sessions) + num_more <= _MAX_SESSIONS:
                 break
-            if held is not but and not held.goes_on:
+            if session is not but and not session.is_active:
                 excess -= self._drop(key)
         return excess
 
-    def _forget_idle_soon(self) -> None:
-        if not self._forgetting:
-            self._forgetting = True
-            self._spawn(self._forget_idle())
+    def _watch_idle(self) -> None:
+        if not self._watches_idle:
+            self._watches_idle = True
+            self._spawn(self._end_idle())
 
-    async def _forget_idle(self) -> None:
-        """Drop sessions without a step for `Limits.session_idle` seconds, and prefixes that are not used."""
+    async def _end_idle(self) -> None:
+        """Drop sessions without a step for `Limits.session_idle` seconds, and unused prefixes, until none are left."""
         idle_s = self._limits.session_idle
-        while self._held or len(self._prefixes):
+        while self._sessions or len(self._prefixes):
             await asyncio.sleep(idle_s / 4)
             if freed := self._prefixes.drop_unused():
                 self._on_dropped(freed)
-            for held in [held for held in self._held.values() if now_s() >= held.used_s + idle_s]:
-                await self._forget(held)
-        self._forgetting = False
+            for session in [session for session in self._sessions.values() if now_s() >= session.used_s + idle_s]:
+                await self._end(session)
+        self._watches_idle = False
 
 
 def _kind_of(error: Exception) -> FailureKind:
-    """Return the kind of failure to report to the client if the next server did not accept a step."""
+    """Return the kind of failure to report to the client if the next stage's server did not accept a step."""
     return _FAILURE_KINDS.get(type(error), "unreachable" if isinstance(error, PeerError) else "refused")
 
 

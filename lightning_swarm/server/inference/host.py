@@ -1,4 +1,4 @@
-"""Finds the stages that compute inference sessions: of a run's server, or of a server that only serves a model."""
+"""Finds the stages that compute inference sessions, on a run's server or on a server of a finished model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class SessionStage:
     module: StageModule
     computation: Computation
     first_block: int  # the number of blocks in the stages before
-    holding: Callable[[], AbstractContextManager[None]]  # holds the weights that the step names
+    holding: Callable[[], AbstractContextManager[None]]  # context in which the stage has the step's weights
     ready: Callable[[], Awaitable[None]] = nothing  # waits for these weights
     batches_texts: bool = False  # computes steps of several sessions together, which may change their last bits
-    # Most tokens of a step, in all rows. Long steps let other steps run between blocks. None: neither limit nor pauses.
+    # Most tokens of a step, in all rows; long steps let other steps run between blocks. None: no limit and no pauses.
     max_tokens: int | None = None
     adapter: Adapter | None = None  # the adapter of the session's client
-    layers: LayersOfStage | None = None  # layers that adapters may change; None: no adapters
+    layers: LayersOfStage | None = None  # layers that adapters may change; None: adapters are refused
 
     def prepare(self, step: SessionStep, cache: Any, *, max_bytes: int) -> None:
         """Apply the step's operations to the cache."""
@@ -46,7 +46,7 @@ class SessionStage:
             attention_cache.apply(cache, operation, max_bytes=max_bytes)
 
     def compute(self, step: SessionStep, parts: Sequence[SessionPart]) -> list[serialization.Tree]:
-        """Compute the tokens of steps like this one; return each session's output."""
+        """Compute steps of several sessions together, all with the modes of `step`; return each session's output."""
         with self._entered(step, parts):
             return self.computation.sessions.steps(parts, step.modes[0], self.first_block, seed=self._seed_of(step))
 
@@ -77,7 +77,7 @@ class SessionStage:
             yield
 
     def left_of(self, extras: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that later stages' blocks need."""
+        """Return the arguments that the blocks of later stages need."""
         return extras_after(extras, self.module.spec.block_names)
 
 
@@ -99,25 +99,25 @@ class SessionHost(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RunSessionHost:
-    """The stages that a server holds in a run."""
+    """A `SessionHost` with the stages that a server holds in a run."""
 
     membership: RunMembership
     steps: StepHandlers
 
     def check_client(self, client: PeerId) -> None:
-        """See `SessionHost`."""
+        """Refuse a peer that does not train in the run."""
         self.membership.check_trainer(client)
 
     def is_server(self, caller: PeerId) -> bool:
-        """See `SessionHost`."""
+        """Return whether a peer is a server of the run, or joins it."""
         return self.membership.knows_server(caller)
 
     def stage_of(self, step: SessionStep | SessionBranch) -> SessionStage:
-        """See `SessionHost`."""
+        """Return the stage of a step; raise if this server does not hold it with the step's weights."""
         run = self.membership.run
         run.check_generation(step.generation)
         if step.adapter is not None:
-            raise ProtocolError("the stages of a run that trains compute with no client's adapter")
+            raise ProtocolError("stages of a training run compute with no client's adapter")
         stage = self.steps.stage(step.stage_index)
         if stage.on_trainers or step.stage_index not in self.membership.loaded:
             raise NotMember(f"stage {step.stage_index} has no weights here")
@@ -134,6 +134,6 @@ class RunSessionHost:
 
 @contextlib.contextmanager
 def _holding(stage: Stage, version: int, weights: int) -> Iterator[None]:
-    """Give the stage the weights of a version, or the evaluation weights of this number."""
+    """In this context, the stage has the weights of a version, or the evaluation weights of this number."""
     with stage.at(version), stage.holding(weights):
         yield

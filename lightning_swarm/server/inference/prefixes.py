@@ -1,4 +1,4 @@
-"""Sessions that have ended: their caches are kept as prefixes of further sessions, until their memory is needed."""
+"""Keeps the caches of ended sessions as prefixes for further sessions, until their memory is needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PrefixPolicy:
     """Which prefixes a server keeps."""
 
     keeps: bool = False  # keep the caches of sessions that end; only if weights never change
-    shares: bool = False  # let a client's sessions begin with prefixes of other clients
+    shares: bool = False  # also use the prefixes of one client for the sessions of others
 
 
 @dataclass(eq=False)
@@ -44,21 +44,22 @@ class PrefixStore:
     @property
     def num_bytes(self) -> int:
         """The bytes of all prefixes."""
-        return sum(held.cache_bytes for held in self._kept.values())
+        return sum(session.cache_bytes for session in self._kept.values())
 
-    def keep(self, key: SessionKey, held: StageSession) -> int | None:
+    def keep(self, key: SessionKey, session: StageSession) -> int | None:
         """Keep the cache of a session that has ended; return the bytes that this frees, or None if it is not kept."""
-        if not self.policy.keeps or held.done == held.begun or not held.can_branch(held.done):
+        number = session.computed
+        if not self.policy.keeps or number == session.num_branched or not session.can_branch(number):
             return None
-        before = held.num_bytes + self.num_bytes
-        held.kept.clear()
-        held.kept_bytes, held.used_s = 0, now_s()
+        former_bytes = session.num_bytes + self.num_bytes
+        session.kept.clear()
+        session.kept_bytes, session.used_s = 0, now_s()
         self._kept.pop(key, None)
-        self._kept[key] = held
-        source = self._kept.get((held.source or "", key[1]))
-        if source is not None and source.done == held.begun and held.can_branch(held.begun):
-            del self._kept[held.source or "", key[1]]  # `held` can restore all of its states
-        return before - self.num_bytes
+        self._kept[key] = session
+        source = self._kept.get((session.source or "", key[1]))
+        if source is not None and source.computed == session.num_branched and session.can_branch(session.num_branched):
+            del self._kept[session.source or "", key[1]]  # the new prefix contains this one
+        return former_bytes - self.num_bytes
 
     async def branch(
         self,
@@ -66,18 +67,18 @@ class PrefixStore:
         live: Iterable[tuple[SessionKey, StageSession]],
         ask: Callable[[SessionBranch], Awaitable[SessionBranched]],
     ) -> StageSession | None:
-        """Return a session that begins with the longest of these prefixes that all servers of the route keep.
+        """Return a session that begins with the longest requested prefix that all servers of the route keep.
 
-        `ask` asks the next stage's server. `live` are the sessions that have not ended.
+        `ask` sends the request to the next stage's server. `live` are the sessions that have not ended.
         """
-        found = self._find(request, live)
-        number = max(found, default=0)
+        sources = self._find(request, live)
+        number = max(sources, default=0)
         if number and len(request.route) > 1:
-            number = (await ask(_for_next(request, found))).number
-        source = found[number][0] if number in found else None
+            number = (await ask(_for_next(request, sources))).number
+        source = sources[number][0] if number in sources else None
         if source is None or not source.can_branch(number):  # the prefix may have been dropped meanwhile
             return None
-        for key in [key for key, one in self._kept.items() if one is source]:
+        for key in [key for key, prefix in self._kept.items() if prefix is source]:
             source.used_s = now_s()
             self._kept.move_to_end(key)
         branch = source.branch(request.client, request.route, number)
@@ -87,29 +88,29 @@ class PrefixStore:
     def _find(
         self, request: SessionBranch, live: Iterable[tuple[SessionKey, StageSession]]
     ) -> dict[int, tuple[StageSession, bytes | None]]:
-        """Return sessions that can branch after a number of steps: number -> (session, digest at the next stage)."""
-        found: dict[int, tuple[StageSession, bytes | None]] = {}
-        for key, held in itertools.chain(self._kept.items(), live):
-            if key[1] != request.stage_index or held.adapter != request.adapter:
+        """Return number of steps -> session that can branch there, and the prefix's digest at the next stage."""
+        sources: dict[int, tuple[StageSession, bytes | None]] = {}
+        for key, session in itertools.chain(self._kept.items(), live):
+            if key[1] != request.stage_index or session.adapter != request.adapter:
                 continue
             if request.source is not None:
-                if key[0] == request.source and held.client == request.client:
-                    found |= {number: (held, None) for number in request.numbers if held.can_branch(number)}
-            elif self.policy.shares and held.digests is not None:
+                if key[0] == request.source and session.client == request.client:
+                    sources |= {number: (session, None) for number in request.numbers if session.can_branch(number)}
+            elif self.policy.shares and session.digests is not None:
                 for number, digest in zip(request.numbers, request.digests, strict=True):
-                    own, sent = held.digests.by_received.get(digest, (0, b""))
-                    if own == number and held.can_branch(number):
-                        found[number] = held, sent
-        return found
+                    known_number, sent = session.digests.by_received.get(digest, (0, b""))
+                    if known_number == number and session.can_branch(number):
+                        sources[number] = session, sent
+        return sources
 
     def drop_oldest(self) -> int:
         """Drop the least recently used prefix; return its bytes."""
-        _, held = self._kept.popitem(last=False)
-        held.cache = None  # a branch that is being made may still hold the session
-        return held.cache_bytes
+        _, session = self._kept.popitem(last=False)
+        session.cache = None  # a branch in progress may still refer to the session
+        return session.cache_bytes
 
     def drop_unused(self) -> int:
-        """Drop prefixes that were not used for a long time; return their bytes."""
+        """Drop prefixes that were not used for an hour; return their bytes."""
         freed = 0
         while self._kept and next(iter(self._kept.values())).used_s + _KEPT_S <= now_s():
             freed += self.drop_oldest()
@@ -121,19 +122,19 @@ class PrefixStore:
             self.drop_oldest()
 
 
-def record(held: StageSession, step: SessionStep, received: serialization.Tree, sent: KeptOutput) -> None:
-    """Add a computed step to the digests of a session whose prefixes other clients may share."""
-    if held.digests is None:
+def record(session: StageSession, step: SessionStep, received: serialization.Tree, sent: KeptOutput) -> None:
+    """Add a computed step to the digests of a session, by which other clients' sessions find its prefixes."""
+    if session.digests is None:
         return
     if step.operations or step.draws or serialization.leaves(received[0])[0].shape[0] != 1:
-        held.digests = None
+        session.digests = None
         return
-    own = _input_of(step, received).digest(held.digests.received)
-    after = b""
+    digest = _input_of(step, received).digest(session.digests.received)
+    next_digest = b""
     if len(step.route) > 1:
         tree = serialization.unflatten(sent.structure, sent.tensors)
-        after = _input_of(onward(step), tree).digest(held.digests.sent)
-    held.digests.add(step.number, own, after)
+        next_digest = _input_of(onward(step), tree).digest(session.digests.sent)
+    session.digests.add(step.number, digest, next_digest)
 
 
 def _input_of(step: SessionStep, tree: serialization.Tree) -> StageInput:
@@ -148,7 +149,7 @@ def _input_of(step: SessionStep, tree: serialization.Tree) -> StageInput:
 
 
 def onward(step: SessionStep) -> SessionStep:
-    """Return a step as the next stage's server receives it, apart from its route and what it brings."""
+    """Return a step as the next stage's server receives it, but with this step's tensors."""
     return replace(
         step,
         stage_index=step.stage_index + 1,
@@ -159,14 +160,14 @@ def onward(step: SessionStep) -> SessionStep:
     )
 
 
-def _for_next(request: SessionBranch, found: Mapping[int, tuple[StageSession, bytes | None]]) -> SessionBranch:
-    """Return the request to the next stage's server, for the prefixes that were found here."""
-    numbers = sorted(found)
+def _for_next(request: SessionBranch, sources: Mapping[int, tuple[StageSession, bytes | None]]) -> SessionBranch:
+    """Return the request to the next stage's server, for the prefixes that this server keeps."""
+    numbers = sorted(sources)
     return replace(
         request,
         stage_index=request.stage_index + 1,
         route=request.route[1:],
         adapters=request.adapters[1:],
         numbers=numbers,
-        digests=[sent for number in numbers if (sent := found[number][1]) is not None],
+        digests=[sent for number in numbers if (sent := sources[number][1]) is not None],
     )

@@ -32,7 +32,7 @@ class SessionPart:
 
     hidden: serialization.Tree  # the first block's input ``[rows, tokens, ...]``, as received
     extras: Mapping[str, Any]  # the blocks' other arguments; the cache itself never travels
-    cache: Any = None  # receives these tokens' keys and values; None: the blocks use no cache
+    cache: Any = None  # receives the keys and values of these tokens; None: the blocks use no cache
     adapter: Adapter | None = None  # the adapter of the session's client
 
     @property
@@ -59,13 +59,13 @@ class SessionComputation:
         """Run the blocks on the next tokens of several sessions in one forward; return each session's output.
 
         Args:
-            parts: The blocks' arguments for each session. `CannotJoin` if they cannot be rows of one forward.
+            parts: The blocks' arguments for each session; raises `CannotJoin` if they cannot be rows of one forward.
             mode: A mode without gradients.
             first_block: The number of blocks in the stages before.
             seed: Key of all random draws; None if no module is in train mode.
         """
         codec = self._codecs.activations
-        # Copied, because a block may work in place, and a replay sends the originals again. Joining copies, too.
+        # Copy, because a block may work in place, and a replay sends the originals again. `join_rows` copies anyway.
         arguments = [self._arguments(part, copy=len(parts) == 1) for part in parts]
         caches, rows = [part.cache for part in parts], [part.rows for part in parts]
         padded = None
@@ -108,7 +108,7 @@ class SessionComputation:
         for number in range(len(self._module.blocks)):
             if number:
                 yield
-            # Continue the draws of the blocks before, as in a forward of all blocks.
+            # Continue the random draws of earlier blocks, as in a forward of all blocks.
             drawing = None if seed is None else KeyedRandom(seed, first_draw=num_drawn)
             with torch.no_grad(), self._entered(mode, drawing):
                 hidden = self._module.run_block(number, (hidden,), keywords)
@@ -130,27 +130,28 @@ class SessionComputation:
     @contextlib.contextmanager
     def _keeping_buffers(self) -> Iterator[None]:
         """Run a forward on copies of the modules' buffers; raise `ConfigError` if it changes any of them."""
-        own = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
-        copies = {id(buffer): buffer.clone() for _, each in own for buffer in each.values() if buffer is not None}
-        given = [{name: copies.get(id(buffer)) for name, buffer in before.items()} for _, before in own]
-        for (buffers, _), copied in zip(own, given, strict=True):
+        registers = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
+        originals = (buffer for _, original in registers for buffer in original.values() if buffer is not None)
+        copies = {id(buffer): buffer.clone() for buffer in originals}
+        replaced = [{name: copies.get(id(buffer)) for name, buffer in original.items()} for _, original in registers]
+        for (buffers, _), copied in zip(registers, replaced, strict=True):
             buffers.update(copied)
         try:
             yield
             changed = {
                 name
-                for (buffers, before), copied in zip(own, given, strict=True)
+                for (buffers, original), copied in zip(registers, replaced, strict=True)
                 for name in {*buffers, *copied}
-                # Not by `_version`, which kernels of batch norms do not raise.
-                if buffers.get(name) is not copied.get(name) or not _equal(copied[name], before[name])
+                # Values, not `_version`, which kernels of batch norms do not raise.
+                if buffers.get(name) is not copied.get(name) or not _equal(copied[name], original[name])
             }
         finally:
-            for buffers, before in own:
+            for buffers, original in registers:
                 buffers.clear()
-                buffers.update(before)
+                buffers.update(original)
         if changed:
             raise ConfigError(
-                "text must be generated without changes to the model, and in train mode its blocks change "
+                "generating text must not change the model, and in train mode its blocks change "
                 f"{few(sorted(changed))}. Generate under `model.eval()`."
             )
 
@@ -158,20 +159,21 @@ class SessionComputation:
         """Return a step's arguments on this device."""
         hidden = decoded(part.hidden, self._codecs.activations, self._device)
         structure, tensors = serialization.flatten((hidden, dict(part.extras)))
-        found: tuple[Any, dict[str, Any]] = serialization.unflatten(
+        arguments: tuple[Any, dict[str, Any]] = serialization.unflatten(
             structure, [tensor.to(self._device, copy=copy) for tensor in tensors]
         )
-        return found
+        return arguments
 
 
 def to_send(tree: serialization.Tree, device: torch.device) -> serialization.Tree:
-    """Copy tensors from the device to the CPU, from where they are sent."""
-    # On the compute thread, because this waits for the GPU, and the loop must keep answering peers.
+    """Copy tensors to the CPU if they are elsewhere, so that they can be sent."""
+    # Call this on the compute thread: it waits for the GPU, while the loop must keep answering peers.
     return tree if device.type == "cpu" else on_cpu(tree)
 
 
-def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+def _equal(first: Tensor | None, second: Tensor | None) -> bool:
     """Compare two buffers; NaN equals NaN."""
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other) or (one.is_floating_point() and one.allclose(other, 0.0, 0.0, equal_nan=True))
+    if first is None or second is None:
+        return first is second
+    may_be_nan = first.is_floating_point()
+    return torch.equal(first, second) or (may_be_nan and first.allclose(second, 0.0, 0.0, equal_nan=True))

@@ -113,8 +113,8 @@ def test_nobody_begins_with_the_steps_of_another_client(make: Callable[..., Serv
 
 
 REFUSED: list[tuple[dict[str, Any], PeerId, type[SwarmError], str]] = [
-    ({}, OTHER, ProtocolError, "come from their client"),
-    ({"route": [OTHER, A]}, CLIENT, ProtocolError, "names its servers"),
+    ({}, OTHER, ProtocolError, "must come from their client"),
+    ({"route": [OTHER, A]}, CLIENT, ProtocolError, "route must begin with the server"),
     ({"stage_index": 7}, CLIENT, Busy, "stage 7 is not served"),
     ({"adapters": [bytes(32), None]}, CLIENT, SwarmError, "adapter"),
 ]
@@ -135,7 +135,7 @@ def test_a_session_that_has_begun_gets_no_prefix(make: Callable[..., ServedSwarm
     swarm = make()
     assert ask(swarm, request(swarm)) == 2
     before = state(swarm)
-    with pytest.raises(ProtocolError, match="got one that has begun"):
+    with pytest.raises(ProtocolError, match="got a session that has begun"):
         ask(swarm, request(swarm, numbers=[3]))
     assert state(swarm) == before
 
@@ -194,7 +194,7 @@ def test_branches_that_do_nothing_take_bounded_memory(make: Callable[..., Served
         found = ask(swarm, request(swarm, session=f"{number:032}", numbers=[1]))
         held = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for one in (*server.sessions._held.values(), *server.sessions._prefixes._kept.values())
+            for one in (*server.sessions._sessions.values(), *server.sessions._prefixes._kept.values())
             for tensor in attention_cache.tensors(one.cache)
         }
         assert sum(held.values()) <= server.sessions._used_bytes() <= limit

@@ -326,13 +326,13 @@ def test_a_client_whose_numbers_differ_ends_no_joint_steps_of_others(
     clock = [0.0]
     monkeypatch.setattr(joint_steps.time, "monotonic", lambda: clock[0])
     texts = recorded(tmp_path, "llama", monkeypatch, plain_prompts())
-    unlike, alike = {"one"}, joint_steps._alike
+    unlike, alike = {"one"}, joint_steps._are_alike
     owners: list[str] = []  # of the compared steps, in turn
 
     def compare(together: Any, apart: Any) -> bool:
         return alike(together, apart) and owners.pop(0) not in unlike
 
-    monkeypatch.setattr(joint_steps, "_alike", compare)
+    monkeypatch.setattr(joint_steps, "_are_alike", compare)
     steps = JointSteps[Any](InlineExecutor())
 
     def joint(number: int, *clients: str) -> int:
