@@ -37,7 +37,7 @@ class ActivationCache:
 
     @property
     def full(self) -> bool:
-        """Whether the budget is used up; then outputs should be dropped as soon as they are fetched."""
+        """Whether the budget is used up; then drop outputs as soon as they are fetched."""
         return self.used_bytes >= self._max_bytes
 
     def keep(self, name: str, kept: CachedForward) -> None:

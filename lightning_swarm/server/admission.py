@@ -42,21 +42,21 @@ class Admission:
         self._connect = context.connect
         self._compute = context.compute
         self.membership = context.membership
-        self.model = model  # stages are built from it; may be replaced while there is no run
+        self.model = model  # builds the stages; may be replaced while there is no run
         self._steps = steps
         self.transition = asyncio.Lock()  # one transition at a time: into a run, into its next generation, or out of it
-        self.moves = asyncio.Event()  # the newest record released this server, to join another stage
+        self.moves = asyncio.Event()  # set if the newest record released this server, to join another stage
         self.target: int | None = None  # the stage to which this server moves
-        self.left = asyncio.Event()  # the run is over for this peer
-        self.failure: StepError | None = None  # why this server's stages are unusable
-        self._broken_off = ""  # why the run broke off, if its lead did not end it
-        self.released = asyncio.Event()  # this peer's trainer must roll back; set until the trainer has seen it
+        self.left = asyncio.Event()  # set if the run is over for this peer
+        self.failure: StepError | None = None  # set if this server's stages have become unusable
+        self._broken_off = ""  # the reason, if the run was broken off instead of ended by its lead
+        self.released = asyncio.Event()  # set until this peer's trainer has seen that it must roll back
         self.goes_on_at = 0  # the step from which the next run continues
-        self.inherits = asyncio.Event()  # this peer must roll the run back in place of its lead
+        self.inherits = asyncio.Event()  # set if this peer must roll the run back in place of its lead
         self.inherits_at = 0  # the step to which it rolls back
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
         self.election = Election(context, steps, self.left)
-        self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
+        self.ready = asyncio.Event()  # set once all servers are in the run and this server's stages have weights
         ADMIT.serve(context.transport, self._handle_admit)
         LEAVE.serve(context.transport, self._handle_leave, admit=self.membership.check_ended_by)
         BREAK_OFF.serve(context.transport, self._handle_break_off)
@@ -65,7 +65,7 @@ class Admission:
 
     @property
     def ending_error(self) -> RunOver | StepError:
-        """The error with which a trainer's loop ends once this peer has `left`: the run ended, or broke off."""
+        """The error with which a trainer's loop ends once `left` is set: the run ended, or was broken off."""
         if self._broken_off:
             return StepError(f"the run is over: {self._broken_off}")
         return RunOver("the lead has ended the run")
@@ -86,17 +86,17 @@ class Admission:
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Prevent admission to other runs while joining a run; yield False if this peer is in a run already."""
         async with self.transition:  # waits for an admission in progress
-            free = not self.membership.has_run
-            if free:
+            is_free = not self.membership.has_run
+            if is_free:
                 self.membership.joining = coordinator
         try:
-            yield free
+            yield is_free
         finally:
             if not self.membership.has_run:
                 self.membership.joining = None
 
     async def follow(self, run: RunState, stage: Stage) -> None:
-        """Follow a run's records, as a member or before that."""
+        """Follow a run's records with a stage, as a joiner, until a record admits this server."""
         self.membership.enter_run(run, {stage.index})
         self._steps.enter_run({stage.index: stage})
         await self.election.follow(run)
@@ -112,7 +112,7 @@ class Admission:
 
     async def _handle_admit(self, caller: PeerId, manifest: Manifest) -> None:
         """Enter a run at its beginning, with the stages that its manifest assigns to this server."""
-        async with self.transition:  # one at a time: a second call finds this peer in the run
+        async with self.transition:  # a second call waits, and then finds this peer in the run
             self.membership.check_admits(caller, manifest)
             served = [index for index, stage in enumerate(manifest.stages) if self.membership.me in stage.roster]
             stages = await self._compute(lambda: self.model.build(manifest, served))
@@ -122,8 +122,8 @@ class Admission:
             await self.election.enter_run(self.membership.run)
 
     def on_record(self, record: Record) -> None:
-        """Note whether an applied record moves this server to another stage."""
-        # As a joiner, this server may have applied the record that released it a second time.
+        """Update `moves` and `target` from an applied record."""
+        # A joiner may apply again the record that released it from its former stage, so its admission resets both.
         if any(newcomer.member == self.membership.me for newcomer in record.newcomers):
             self.target = None
             self.moves.clear()
@@ -149,7 +149,7 @@ class Admission:
             return
         is_me = request.new_lead == self.membership.me.peer_id
         if is_me and not self.can_inherit(request.first_step):
-            raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
+            raise ProtocolError(f"a new lead must have the loop's state at step {request.first_step}")
         self.membership.run.change_lead(request.new_lead)
         if is_me:
             self.inherits_at = self.goes_on_at = request.first_step
@@ -157,7 +157,7 @@ class Admission:
             self.released.set()
 
     async def _check_lead_missed(self, run: RunState) -> None:
-        """Raise `Busy` while the lead answers here, so that the coordinator alone cannot replace it or end the run."""
+        """Raise `Busy` while the lead answers here: the coordinator alone must not replace it, or end the run."""
         lead, timeout = run.manifest.lead, self._silence_s / 4  # short, because the coordinator has already waited long
         if not await alive_among(self._transport, [lead], timeout=timeout):
             return
@@ -166,17 +166,17 @@ class Admission:
         except SwarmError as error:
             if isinstance(error, ProtocolError) and not isinstance(error, AccessDenied):
                 return  # the lead's process was restarted, and is in no run or in another run
-            _log.info("The lead answers pings, and not this server: %s", error)
-        raise Busy(f"the lead {lead} answers this server, so no peer takes the run over from it, or ends it")
+            _log.info("The lead answers pings, but not calls: %s", error)
+        raise Busy(f"only a silent lead may be replaced or have its run ended, and the lead {lead} answers this server")
 
     async def _handle_leave(self, caller: PeerId, _: None) -> None:
-        """End the run here; if only the coordinator asks for it, once the lead does not answer."""
-        if (run := self.membership.kept_for_lead(caller)) is not None:
+        """End the run here. If the coordinator asks for it instead of the lead, wait until the lead does not answer."""
+        if (run := self.membership.protected_run(caller)) is not None:
             await self._await_lead_missed(run)
         self.left.set()
 
     async def _await_lead_missed(self, run: RunState) -> None:
-        """Check like `_check_lead_missed`, but wait a while if the lead is ending, because its own call may be lost."""
+        """Wait a while until the lead is gone: it may be ending, and its own call may be lost."""
         deadline_s = now_s() + self._silence_s / 2
         while not self.left.is_set():
             try:
@@ -191,8 +191,8 @@ class Admission:
     async def _handle_break_off(self, caller: PeerId, broken_off: RunAborted) -> None:
         """Break off the run, because the coordinator reports that the lead is gone."""
         if not self.membership.led_by(caller):
-            raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
-        if not self.left.is_set() and (run := self.membership.kept_for_lead(caller)) is not None:
+            raise ProtocolError(f"only the coordinator of a run may break it off, got a call of {caller}")
+        if not self.left.is_set() and (run := self.membership.protected_run(caller)) is not None:
             await self._check_lead_missed(run)
         if not self.left.is_set():  # the first ending counts
             self._broken_off = printable_lines(broken_off.reason)
@@ -200,6 +200,6 @@ class Admission:
 
     async def _handle_view(self, caller: PeerId, _: None) -> RunView:
         """Return the run and its members to any peer that asks, to join the run or to show it."""
-        if not (self.membership.has_run and self.ready.is_set()):  # the caller may be in the same admission itself
+        if not (self.membership.has_run and self.ready.is_set()):  # the caller may wait for the same admission
             raise Busy("this peer was not admitted to a run yet")
         return self.membership.run.view()

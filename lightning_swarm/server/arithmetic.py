@@ -1,4 +1,4 @@
-"""Names kinds of machines: two of one kind compute the same bits from the same input."""
+"""Describes a machine's arithmetic: machines with equal descriptions compute the same bits from the same input."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _LIBRARY_VARIABLES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 
 
 def arithmetic_of(device: torch.device, *, offloads: bool = False) -> str:
-    """Name the hardware and software that determine a device's bits; with `offloads`, the CPU's, too."""
+    """Describe the hardware and software that determine a device's results; with `offloads`, also those of the CPU."""
     if offloads and device.type != "cpu":
         return shortened(f"{arithmetic_of(device)}; {arithmetic_of(torch.device('cpu'))}")
     if device.type == "cpu":
         capability = torch.backends.cpu.get_cpu_capability()
-        kind = f"{_processor()}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
+        hardware = f"{_processor()}, {platform.machine()} {capability}, {torch.get_num_threads()} threads"
     else:
-        kind = torch.get_device_module(device).get_device_name(device)
-    return shortened(f"{device.type} {kind}, torch {torch.__version__}")
+        hardware = torch.get_device_module(device).get_device_name(device)
+    return shortened(f"{device.type} {hardware}, torch {torch.__version__}")
 
 
 def shortened(name: str) -> str:
@@ -47,7 +47,7 @@ def shortened(name: str) -> str:
 
 
 def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:
-    """Return the name of the dtype in whose precision a stage computes, by its mode and the dtype of its weights."""
+    """Return the name of the dtype whose precision a stage's results have, given the dtype of its weights."""
     # Other settings permit TF32 or bfloat16 in products of float32. Not all machines use them, so assume the worst.
     if dtype == torch.float32 and mode.matmul_precision not in _FULL_PRECISION:
         dtype = torch.bfloat16
@@ -57,10 +57,10 @@ def precision_of(mode: ComputeMode, dtype: torch.dtype) -> str:
 @cache
 def _processor() -> str:
     """Return a digest of torch's build, the processor's model and the environment variables of its math libraries."""
-    # MKL and oneDNN choose kernels by the model and its caches, so processors with equal instructions may differ.
-    known = [torch.__config__.show(), platform.processor()]
+    # MKL and oneDNN choose kernels by processor model and cache size, so equal instruction sets are not enough.
+    facts = [torch.__config__.show(), platform.processor()]
     if _CPUINFO.exists():
-        first = _CPUINFO.read_text(errors="replace").split("\n\n", 1)[0]
-        known += [line for line in first.splitlines() if line.split("\t")[0].strip() in _MODEL_LINES]
-    known += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_LIBRARY_VARIABLES)]
-    return blake3("\n".join(known).encode()).hexdigest()[:8]
+        first_core = _CPUINFO.read_text(errors="replace").split("\n\n", 1)[0]
+        facts += [line for line in first_core.splitlines() if line.split("\t")[0].strip() in _MODEL_LINES]
+    facts += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_LIBRARY_VARIABLES)]
+    return blake3("\n".join(facts).encode()).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""Exchanges batch norm statistics between the servers of a stage: small vectors, which are not averaged."""
+"""Exchanges batch norm statistics between the servers of a stage: one small vector per microbatch, not averaged."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.averaging.all_reduce import Group, fetch
 
 STATISTICS: Final = "seen"  # name of the ticket of a replica's statistics in a round
-_PATIENCE: Final = 2.0  # factor of the timeout, because other replicas may begin the round a little later
+_PATIENCE: Final = 2.0  # factor of the timeout, because other replicas may begin the round later
 
 
-def offer_statistics(own: Mapping[Receipt, Tensor], length: int, group: Group) -> None:
-    """Offer this peer's statistics: a vector ``[length]`` for each microbatch."""
-    keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
-    values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
+def offer_statistics(statistics: Mapping[Receipt, Tensor], length: int, group: Group) -> None:
+    """Offer this server's statistics to the other replicas: a vector ``[length]`` for each microbatch."""
+    keys = torch.tensor(list(statistics), dtype=torch.int64).view(-1, 3)
+    values = torch.stack(list(statistics.values())) if statistics else torch.zeros(0, length, dtype=torch.float64)
     group.offer(STATISTICS, to_message((keys, values)))
 
 
 async def collect_statistics(
-    own: Mapping[Receipt, Tensor], length: int, group: Group, rank: int | None
+    statistics: Mapping[Receipt, Tensor], length: int, group: Group, rank: int | None
 ) -> dict[Receipt, Tensor]:
-    """Collect the statistics of all replicas. `rank` is this peer's roster index; None: it is not in the round."""
+    """Collect the statistics of all replicas. `rank` is this server's roster index; None: it is not in the round."""
     read = partial(_read_statistics, length=length)
     patient = replace(group, timeout=_PATIENCE * group.timeout)
-    found = [dict(own), *(await gather(fetch(patient, i, STATISTICS, read) for i in group.others(rank)))]
-    every = {receipt: values for seen in found for receipt, values in seen.items()}
-    if len(every) < sum(map(len, found)):
-        raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")
-    return every
+    by_member = [dict(statistics), *(await gather(fetch(patient, i, STATISTICS, read) for i in group.others(rank)))]
+    merged = {receipt: values for each in by_member for receipt, values in each.items()}
+    if len(merged) < sum(map(len, by_member)):
+        raise ProtocolError("only one member of a stage may have a microbatch's batch norm statistics, got two")
+    return merged
 
 
 async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tensor]:
@@ -52,7 +52,7 @@ async def _read_statistics(message: Message, length: int) -> dict[Receipt, Tenso
         or (*keys.shape, *values.shape) != (len(values), 3, len(values), length)
     ):
         raise ProtocolError(
-            f"a member's batch norm statistics must be vectors of {length} numbers, each with its microbatch's name"
+            f"a member's batch norm statistics must be vectors of {length} numbers, each with its microbatch's receipt"
         )
     receipts = [(int(first), int(index), int(call)) for first, index, call in keys.tolist()]
     return dict(zip(receipts, values, strict=True))

@@ -1,9 +1,9 @@
 """Computes a stage's blocks for a microbatch, forward and backward; changes no weights and no sums.
 
-A forward (`_forward`) decodes its inputs, runs the blocks, and detaches the outputs; `SavedGraph` has what its backward
-needs. Blocks run as they would on one machine (`_watched`): in the trainer's modes, with random draws keyed by the
-call, and with the hooks of the whole model's modules. So values that they leave on modules and writes into their
-arguments travel with the output, and other effects, which only one replica would have, are refused
+A forward (`_forward`) decodes its inputs, runs the blocks, and detaches the outputs; `SavedGraph` is the part that its
+backward needs. Blocks run as they would on one machine (`_watched`): in the trainer's modes, with random draws keyed by
+the call, and with the hooks of the whole model's modules. Values that blocks leave on modules, and writes into their
+arguments, therefore travel with the output. Other effects would reach only one replica, so they are refused
 (`_guarding_buffers`). A backward differentiates the graph, and computes it again if it was dropped.
 """
 
@@ -52,7 +52,7 @@ class ForwardCall:
     wants_grad: Sequence[bool]  # per input tensor, whether backward returns its gradient
     mode: ComputeMode
     seed: int  # key of all random draws
-    is_probe: bool = False  # runs uncompiled, because a few calls do not repay compiling
+    is_probe: bool = False  # runs uncompiled, because compiling takes longer than a few calls
 
     @property
     def num_samples(self) -> int:
@@ -67,7 +67,7 @@ class SavedGraph:
     inputs: list[Tensor]  # leaves of the input tree; `requires_grad` is set where a gradient is wanted
     outputs: list[Tensor]  # leaves of the output tree and of values left on modules, with autograd history
     has_drawn: bool  # whether random numbers were drawn
-    seen: Tensor | None  # statistics of batch norms
+    batch_statistics: Tensor | None  # set if the stage has batch norms
     call: ForwardCall  # to compute the graph again: a backward frees it, and may run twice
 
 
@@ -92,7 +92,7 @@ class _BlockRun:
     written: dict[str, Any]  # argument -> writes into it
     graph_bytes: int
     has_drawn: bool
-    seen: Tensor | None  # statistics of batch norms
+    batch_statistics: Tensor | None  # set if the stage has batch norms
     changes: Changes
 
 
@@ -144,25 +144,27 @@ class Computation:
         received = inputs, left.differentiable
         tensors: list[Tensor] = decoded(serialization.leaves(received), self._codecs.activations, self._device)
         if len(tensors) != len(call.wants_grad):
-            raise ProtocolError(f"{len(tensors)} input tensors came with {len(call.wants_grad)} flags")
+            raise ProtocolError(
+                f"each input tensor must have a flag, got {len(tensors)} tensors and {len(call.wants_grad)} flags"
+            )
         leaves = [
             tensor.detach().requires_grad_(mode.grad and wants and serialization.is_differentiable(tensor))
             for tensor, wants in zip(tensors, call.wants_grad, strict=True)
         ]
         run_blocks = partial(self._watched, received, leaves, call)
-        # A close look takes longer, and also sees contents of containers and modules around the stage.
-        run = run_blocks(closely=self._watch.is_first((mode.training, mode.grad)))
+        # Checking contents takes longer, and finds changes inside containers and on modules around the stage.
+        run = run_blocks(checks_contents=self._watch.is_first((mode.training, mode.grad)))
         if self._watch.has_new_changes(run.changes):
-            second = run_blocks(closely=True)  # a second run shows which changes repeat
+            second = run_blocks(checks_contents=True)  # a second run shows which changes repeat
             self._watch.learn(run.changes, second.changes, same_output=same_trees(run.output, second.output))
         self._collect_left(run, left, names_in_input)
-        found = run.output, left.differentiable
-        _, outputs = serialization.flatten(found)  # refuses values that cannot travel
-        output, differentiable = serialization.transform(found, Tensor.detach)
+        results = run.output, left.differentiable
+        _, outputs = serialization.flatten(results)  # refuses values that cannot travel
+        output, differentiable = serialization.transform(results, Tensor.detach)
         result = ForwardResult(
             output=output,
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=SavedGraph(leaves, outputs, run.has_drawn, run.seen, call) if mode.grad else None,
+            graph=SavedGraph(leaves, outputs, run.has_drawn, run.batch_statistics, call) if mode.grad else None,
             graph_bytes=run.graph_bytes,
         )
         return result, Left(differentiable, left.others, left.refused)
@@ -175,42 +177,43 @@ class Computation:
             left.add(name, OBSERVED, calls)
         self._take_written(run.written, left, names_in_input)
         # Aliases are values that share memory with a tensor of the output, such as `self.last = out` on a module. If
-        # the next stage wrote into its input, they would change on one machine, but not here. So it gets their names.
+        # the next stage writes into its input, they would change on one machine, but not here. The next stage gets
+        # their names, so that it can refuse such a write.
         is_first = self._module.spec.index == 0
         left.note_aliases(run.output, run.arguments.tensors_held_elsewhere(names_in_input, is_first=is_first))
 
     def _watched(
-        self, received: serialization.Tree, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+        self, received: serialization.Tree, leaves: Sequence[Tensor], call: ForwardCall, *, checks_contents: bool
     ) -> _BlockRun:
-        """Run the blocks in the modes of the call, and find the changes that they leave on modules."""
+        """Run the blocks in the modes of the call, and find the changes that they make on modules."""
         mode = call.mode
-        compute = partial(self._run, received, leaves, call, closely=closely)
+        compute = partial(self._run, received, leaves, call, checks_contents=checks_contents)
         states = mode.modules.modes.items() if mode.modules is not None else ()
         kind = ("forward", mode.training, frozenset(states))
         with self._states.entered(mode):
-            before = self._watch.snapshot(with_contents=closely)
-            with self._guarding_buffers(mode) as seen, modes.enter_modes(mode, self._device.type):
-                found, has_drawn = self._random.run(kind, call.seed, compute)
+            before = self._watch.snapshot(with_contents=checks_contents)
+            with self._guarding_buffers(mode) as statistics, modes.enter_modes(mode, self._device.type):
+                results, has_drawn = self._random.run(kind, call.seed, compute)
             changes = self._watch.changes(before)
-        return _BlockRun(*found, has_drawn, seen.values, changes)
+        return _BlockRun(*results, has_drawn, statistics.values, changes)
 
     def _take_written(
         self, written: Mapping[str, Any], left: Left, names_in_input: Mapping[int, Sequence[str]]
     ) -> None:
         """Add the blocks' writes into arguments to `left`; refuse writes into tensors shared with other machines."""
-        for argument, found in written.items():
+        for argument, writes in written.items():
             if argument != POSITIONAL or self._module.spec.index == 0:
-                # The write travels like a value on a module. Any module serves, but a boundary layer has no name.
-                left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, found)
-            elif names := [name for index in written_indices(found) for name in names_in_input.get(index, ())]:
+                # The write travels like a value on a module. Any named module will do; boundary layers have no names.
+                left.add(next(filter(None, self._module.block_names)), WRITTEN + argument, writes)
+            elif names := [name for index in written_indices(writes) for name in names_in_input.get(index, ())]:
                 raise ConfigError(
                     "a block must not write into its input if other code holds the same tensor: stage "
                     f"{self._module.spec.index} begins with a block that works in place, and {few(names)} would change "
-                    "with it on one machine. Leave `inplace=True` out there, or clone the tensor first."
+                    "with it on one machine. Remove `inplace=True` there, or clone the tensor first."
                 )
 
     def _run(
-        self, received: serialization.Tree, leaves: Sequence[Tensor], call: ForwardCall, *, closely: bool
+        self, received: serialization.Tree, leaves: Sequence[Tensor], call: ForwardCall, *, checks_contents: bool
     ) -> tuple[Any, Any, dict[str, list[Any]], CallWatch, dict[str, Any], int]:
         """Run the blocks on copies of their inputs; return the first six fields of `_BlockRun`."""
         mode, extras = call.mode, dict(call.extras)
@@ -235,7 +238,7 @@ class Computation:
         sent = {name: _tensors(extras[name]) for name in arguments_in(extras)}
         if self._module.spec.index == 0:  # other stages own their inputs alone, so writes into them need no return
             sent[POSITIONAL] = list(input_leaves)
-        written = watch.written(sent, checks_values=closely)
+        written = watch.written(sent, checks_values=checks_contents)
         self._check_read_later(written, one_by_one=CALLS in extras)
         return output, earlier_values, observed, watch, written, graph_bytes
 
@@ -264,22 +267,22 @@ class Computation:
             # generators afterwards, so only the mode sees its draws.
             if graph.has_drawn:
                 with KeyedRandom(0):
-                    found, own_gradients = compute(graph)
+                    input_gradients, own_gradients = compute(graph)
             else:
-                # A block that drew nothing in the forward draws nothing when it is recomputed. So the mode may be left
-                # out, if it saw no draw in an earlier backward. If torch's generators move all the same, the backward
-                # runs again in the mode. The first run has freed the graph, so the forward is computed again, too.
+                # A block that drew nothing in the forward draws nothing when it is recomputed. Therefore `_random` runs
+                # a backward without the mode, unless an earlier backward drew. If torch's generators advance all the
+                # same, it runs the backward again in the mode, with a new graph, because the first run freed the graph.
                 with_new_graph = lambda: partial(compute, self.graph(graph.call))  # noqa: E731 - mypy infers it
-                (found, own_gradients), _ = self._random.run(
+                (input_gradients, own_gradients), _ = self._random.run(
                     kind="backward", seed=0, compute=partial(compute, graph), anew=with_new_graph
                 )
             self._watch.undo(self._watch.changes(before))  # changes by blocks that the backward recomputed
-        return to_send(encoded(found, self._codecs.gradients), self._device), own_gradients
+        return to_send(encoded(input_gradients, self._codecs.gradients), self._device), own_gradients
 
     def _differentiate(
         self, gradients: Sequence[Tensor | None], graph: SavedGraph
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Return the gradients of the graph's inputs, and of the trainable parameters; None: not wanted, or unused."""
+        """Return gradients of the graph's inputs and of the trainable parameters; None if not wanted, or unused."""
         used = [
             (output, gradient if gradient.device == output.device else gradient.to(output))
             for output, gradient in zip(graph.outputs, gradients, strict=True)
@@ -287,15 +290,15 @@ class Computation:
         ]
         indices = [i for i, leaf in enumerate(graph.inputs) if leaf.requires_grad]
         wanted = [*self.trainable, *(graph.inputs[i] for i in indices)]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
+        results: Sequence[Tensor | None] = [None] * len(wanted)
         if used and wanted:
-            found = torch.autograd.grad(
+            results = torch.autograd.grad(
                 [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
             )
         input_gradients: list[Tensor | None] = [None] * len(graph.inputs)
-        for index, gradient in zip(indices, found[len(self.trainable) :], strict=True):
+        for index, gradient in zip(indices, results[len(self.trainable) :], strict=True):
             input_gradients[index] = gradient
-        return input_gradients, list(found[: len(self.trainable)])
+        return input_gradients, list(results[: len(self.trainable)])
 
     @contextlib.contextmanager
     def _guarding_buffers(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
@@ -308,13 +311,13 @@ class Computation:
         parameters = _registered(self._parameters)
         before = [(id(buffer), buffer._version) for buffer in others]
         versions = [parameter._version for parameter in parameters]
-        with self._statistics.unchanged() as seen:
-            yield seen
+        with self._statistics.unchanged() as batch_statistics:
+            yield batch_statistics
         if versions != [parameter._version for parameter in parameters]:
             names = [name for name, _ in self._module.named_stage_parameters()]
             raise ConfigError(
-                "blocks must not write their parameters in their forward, as `nn.Embedding(max_norm=...)` does, for "
-                f"peers of a stage would come to differ: one of {names[:5]} was written. Leave `max_norm` out, and "
+                "blocks must not write their parameters in their forward, as `nn.Embedding(max_norm=...)` does, "
+                f"because replicas would then differ: one of {names[:5]} was written. Leave `max_norm` out, and "
                 "renormalise in `on_train_batch_end`."
             )
         if before != [(id(buffer), buffer._version) for buffer in self._buffers_but(statistics_ids)]:
@@ -327,7 +330,7 @@ class Computation:
                 and (id(buffer), buffer._version) not in before
             ]
             raise ConfigError(
-                "blocks may change nothing but their output, for peers of a stage would come to differ: a forward of "
+                "blocks may change nothing but their output, because replicas would then differ: a forward of "
                 f"stage {self._module.spec.index} changed the buffers {few(names)}. Update queues, running statistics "
                 "and codebooks in `training_step`, or in a hook like `on_train_batch_end`. Only BatchNorm's "
                 "buffers may change."
@@ -339,19 +342,19 @@ class Computation:
 
 
 def _tensors(tree: serialization.Tree) -> list[Tensor]:
-    """Return the tensors of a tree in which none is encoded."""
+    """Return the tensors of a tree without encoded tensors."""
     return cast(list[Tensor], serialization.leaves(tree))
 
 
 def _registered(registers: Iterable[Mapping[str, Tensor | None]]) -> list[Tensor]:
-    """Return the tensors of modules' registers; runs twice per microbatch, and is faster than walking modules."""
+    """Return the tensors of modules' registers. Iterating over modules would be slower, in each microbatch."""
     return [tensor for register in registers if register for tensor in register.values() if tensor is not None]
 
 
 def check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
     """Raise `ProtocolError` unless `gradients` is a list with a matching gradient, or None, for each output."""
     if not isinstance(gradients, list):
-        raise ProtocolError(f"a backward must bring a list of gradients, got {type(gradients).__name__}")
+        raise ProtocolError(f"a backward must have a list of gradients, got {type(gradients).__name__}")
     if len(outputs) != len(gradients):
         raise ProtocolError(f"a stage with {len(outputs)} output tensors got {len(gradients)} gradients")
     for output, gradient in zip(outputs, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""State that all parts of one server share: its resources, and the run it is in."""
+"""State that all parts of one server share: its resources, and the run that it is in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ServerContext:
 
     @property
     def me(self) -> Member:
-        """This server in this life of its process."""
+        """This server, with the boot id of this process."""
         return Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
 
     @cached_property
@@ -70,7 +70,7 @@ class RunMembership:
         # The server may leave the run while a job is on the compute thread, so such a job reads this field once.
         self.run_or_none: RunState | None = None
         self.joining: PeerId | None = None  # the coordinator of the run that this server is joining, or has joined
-        self._former_lead: PeerId | None = None  # the lead of the former run, which may end this peer, too
+        self._former_lead: PeerId | None = None  # the lead of the former run, which may still end this peer
         self.trains_in: RunState | None = None  # the run that this peer joined as a trainer; its server may be out
         self.loaded: set[int] = set()  # stages that have their initial weights in this generation
         self.oversee: Callable[[RunSettings], Oversight] = lambda _: NO_OVERSIGHT  # chooses the hooks of a run
@@ -88,7 +88,7 @@ class RunMembership:
     def running(self) -> RunState:
         """The run; without a run, raise `ProtocolError`, for calls that only members receive."""
         if self.run_or_none is None:
-            raise ProtocolError("this peer is in no run (yet, or any more)")
+            raise ProtocolError("this peer is not in a run yet, or has left its run")
         return self.run_or_none
 
     @property
@@ -121,7 +121,7 @@ class RunMembership:
         return self.serves_with(peer) and self.run.decides(peer)
 
     def knows_server(self, peer: PeerId) -> bool:
-        """Return whether `peer` is a server of the run, or joins it: the record that admits it may be late here."""
+        """Return whether `peer` is a server of the run, or joins it: the record that admits it may arrive late."""
         return self.serves_with(peer) or peer in self.introduced
 
     # ------------------------------------------------------------------ in and out
@@ -141,9 +141,9 @@ class RunMembership:
         """Enter the run's next generation: refuse calls of the old generation from now on, and wait for weights."""
         run = self.run
         manifest = run.manifest
-        self.check_lead(caller, "sends a run back")
+        self.check_lead(caller, "rolls a run back")
         if request.generation != manifest.generation + 1:
-            raise ProtocolError(f"the run generation is {manifest.generation}; {request.generation} is not the next")
+            raise ProtocolError(f"the run's next generation is {manifest.generation + 1}, got {request.generation}")
         run.check_seats(request.seats)
         if not any(self.me in roster for roster in request.seats.rosters):
             raise ProtocolError(
@@ -159,7 +159,7 @@ class RunMembership:
     # ------------------------------------------------------------------ checks
 
     def check_admits(self, caller: PeerId, manifest: Manifest) -> None:
-        """Refuse admission to a run by a peer that may not admit, or that means another life of this process."""
+        """Refuse admission by a peer other than the lead, or of an earlier process of this peer."""
         check_protocol_version(manifest.protocol_version, own_place="here", refuse=ProtocolError)
         if self.run_or_none is not None:
             raise ProtocolError(f"this peer is in run {self.run_or_none.manifest.run_id!r} already")
@@ -174,21 +174,21 @@ class RunMembership:
         me = self.me
         named = {member for stage in manifest.stages for member in stage.roster if member.peer_id == me.peer_id}
         if named - {me}:
-            raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
+            raise ProtocolError(f"peer {me.peer_id} was restarted, and its boot id is now {me.boot_id}")
 
     def check_inherits(self, caller: PeerId, request: InheritRequest) -> None:
-        """Refuse a new lead unless the coordinator names it, and it is a server that may lead and does not yet."""
+        """Refuse a new lead unless the coordinator names it, and it is another server, which may lead."""
         run = self.run
         run.check_coordinator(caller)
         run.check_generation(request.generation)
-        # During a rollback, the new lead was named by an earlier call.
-        leads = request.new_lead == run.manifest.lead and not run.is_rolling_back
-        if request.new_lead not in run.servers or leads:
-            raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.new_lead}")
+        # During a rollback, an earlier call has already named this lead.
+        leads_already = request.new_lead == run.manifest.lead and not run.is_rolling_back
+        if request.new_lead not in run.servers or leads_already:
+            raise ProtocolError(f"a new lead must be another server of the run, got {request.new_lead}")
         run.electorate.check_decides(request.new_lead, "lead")
 
     def check_lead(self, caller: PeerId, does: str) -> None:
-        """Refuse any caller but the lead; `does` names the request in the error."""
+        """Refuse any caller but the lead; `does` is the request as a verb, for the error."""
         if caller != self.run.manifest.lead:
             raise ProtocolError(f"the lead {self.run.manifest.lead} {does}, not {caller}")
 
@@ -199,7 +199,7 @@ class RunMembership:
     def check_server(self, caller: PeerId) -> None:
         """Refuse a caller that neither holds a stage of the run nor joins it."""
         if not self.knows_server(caller):
-            raise ProtocolError(f"{caller} is no server of the run of this peer")
+            raise ProtocolError(f"the caller must be a server of this peer's run, got {caller}")
 
     def check_released_by(self, caller: PeerId) -> None:
         """Refuse a repeated release, after the run was left, by any peer but its former lead."""
@@ -207,7 +207,7 @@ class RunMembership:
             raise ProtocolError(f"this peer was released by {self._former_lead}, not by {caller}")
 
     def check_ended_by(self, caller: PeerId) -> None:
-        """Refuse to end by order of a peer that neither leads nor coordinates a run of this peer; see `_hosts`."""
+        """Refuse to end the run for a peer that neither leads nor coordinates a run of this peer; see `_hosts`."""
         enders = {self._former_lead, *(self._hosts if self.joining is None else (self.joining,))}
         if self.run_or_none is not None:
             enders = {self.run_or_none.manifest.lead, self.run_or_none.coordinator}
@@ -215,10 +215,10 @@ class RunMembership:
             enders |= {self.trains_in.manifest.lead, self.trains_in.coordinator}
         if caller not in enders:
             known = sorted(peer for peer in enders if peer is not None)
-            raise ProtocolError(f"this peer is ended by one of {known}, not by {caller}")
+            raise ProtocolError(f"the run of this peer may be ended by one of {known}, not by {caller}")
 
-    def kept_for_lead(self, caller: PeerId) -> RunState | None:
-        """Return the run that `caller`, its coordinator, may end here only if its lead is gone; None: it may end it."""
+    def protected_run(self, caller: PeerId) -> RunState | None:
+        """Return a run that `caller`, its coordinator, may end here only once the lead is gone; None: end it."""
         # A peer that waits to join depends on the coordinator anyway, and may be unknown to the lead.
         trains = self.trains_in is not None and self.me.peer_id in self.trains_in.trainers
         run = self.run_or_none if self.is_member else self.trains_in if trains else None

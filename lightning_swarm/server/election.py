@@ -1,10 +1,10 @@
 """One server's part in electing the coordinator: it watches the coordinator, takes over, coordinates, steps down.
 
-Every server holds a long poll at the coordinator. When that breaks, the voters take over by rank: the first that gets
-promises from a majority coordinates, under a term higher than all before. A voter promises only if it misses the
-coordinator itself, or if the coordinator hands over. The other servers learn the term by ANNOUNCE_TERM, or from any
-server. They follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but
-only one of them gets votes, and the other steps down when it learns the higher term.
+Every server has a long poll open at the coordinator (WATCH). When it breaks, the voters stand for election by rank: the
+first that gets promises from a majority coordinates, under a term higher than all before. A voter promises only if the
+coordinator does not answer it either, or hands over. The other servers learn the term by ANNOUNCE_TERM, or from any
+server, and follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but only
+one of them gets votes, and the other steps down when it learns the higher term.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S: Final = 1.0  # pause before a coordinator is looked for again
+_RETRY_S: Final = 1.0  # pause before the next search for a coordinator
 _MAX_HOLD_S: Final = 60.0  # longest wait of one WATCH call
-_RANKS_PER_SILENCE: Final = 5  # voters that get their turn to take over, one after another, in a silence timeout
+_RANKS_PER_SILENCE: Final = 5  # voters that may stand for election in turn during one silence timeout
 
 
 class Election:
@@ -52,23 +52,23 @@ class Election:
         self._transport, self._limits, self._events = transport, limits, context.events
         self._membership, self._steps, self._me = context.membership, steps, context.me
         self._announce = context.announce
-        self._oversight = RunOversight()  # has its knowledge from the last time that this peer coordinated
+        self._oversight = RunOversight()  # left by the last time that this peer coordinated
         self._over = over  # set when the run is over here
-        calls = [one.name for one in RPCS if one.only_coordinator and isinstance(one, Call)]
+        calls = [rpc.name for rpc in RPCS if rpc.only_coordinator and isinstance(rpc, Call)]
         self._role = TaskTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
         self._run: RunState | None = None  # the run that this server follows; None until it does
         self._tasks = TaskOwner()  # tasks of the run
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # set, and replaced, when the term or the coordinator changes
         self._has_majority = False  # true once a majority promised, before `coordinator` is set
         self._electing = asyncio.Lock()
-        self._highest_number = 0  # highest number of a term that was used up here, or prevented a majority
+        self._highest_number = 0  # highest number of a term that this server used, or that prevented its majority
         self._missed = NO_TERM  # the term whose coordinator does not answer this server
-        self._successor: PeerId | None = None  # the server that this coordinator, as it leaves, asks to take over
-        self._waits_until_s = 0.0  # until then, the coordinator of a new run may be absent; on the loop's clock
+        self._successor: PeerId | None = None  # the server that this coordinator asks to take over, before it leaves
+        self._waits_until_s = 0.0  # time until which the coordinator of a new run may be absent
         self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
         self.coordinator: Coordinator | None = None  # set while this server coordinates
-        self.left_out_because = ""  # how the weights here differ, if the newest record excludes this server
-        self.behind = asyncio.Event()  # a record could not be fetched: it may have left this server out
+        self.left_out_because = ""  # reason, if the newest record excludes this server
+        self.behind = asyncio.Event()  # set if a record could not be fetched, perhaps because it excludes this server
         ANNOUNCE_TERM.serve(transport, self._handle_term)
         WATCH.serve(transport, self._handle_watch)
         PULL.serve(transport, self._handle_pull)
@@ -85,7 +85,7 @@ class Election:
         await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
     async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
-        """Watch a run's coordinator; in a new run it may be absent until `waits_until_s`, on the loop's clock."""
+        """Watch a run's coordinator; in a new run it may be absent until `waits_until_s`, a time of `now_s`."""
         self._run, self._waits_until_s = run, waits_until_s
         self.voter.follow(run.term)
         await self._tasks.close()
@@ -109,12 +109,12 @@ class Election:
         run = self._membership.run_or_none
         if run is None or self.coordinator is None:
             return
-        others = [member.peer_id for member in run.voters if member != self._me]
-        others += [
-            peer for peer in run.servers if peer not in others and peer != self._me.peer_id and run.decides(peer)
+        candidates = [member.peer_id for member in run.voters if member != self._me]
+        candidates += [
+            peer for peer in run.servers if peer not in candidates and peer != self._me.peer_id and run.decides(peer)
         ]
         request = CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version)
-        for peer in others:
+        for peer in candidates:
             self._successor = peer
             try:
                 await TAKE_OVER.ask(self._transport, peer, request, timeout=self._limits.call_timeout)
@@ -123,9 +123,9 @@ class Election:
                 continue
             finally:
                 self._successor = None
-            if self.coordinator is None:  # stepped down, when the new coordinator announced its term
+            if self.coordinator is None:  # it stepped down when the new coordinator announced its term
                 return
-        raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}{run.electorate.remedy}")
+        raise Busy(f"none of {candidates} took over from {self._me.peer_id} as coordinator{run.electorate.remedy}")
 
     async def close(self) -> None:
         """End with the run; raise the error of a coordinator's task, if any."""
@@ -141,7 +141,7 @@ class Election:
         run = self._membership.running
         if caller != announced.term[1] or caller not in run.servers:
             raise ProtocolError(
-                f"a run is coordinated by one of its servers, under its own term, got {announced.term} from {caller}"
+                f"a server of the run must announce its own term as coordinator, got {announced.term} from {caller}"
             )
         run.electorate.check_decides(caller, "coordinate")
         run.check_generation(announced.generation)
@@ -164,10 +164,10 @@ class Election:
         run.check_coordinator(caller)
         run.electorate.check_decides(self._me.peer_id, "coordinate")
         if asked.term != run.term or asked.version != run.version:
-            raise Busy(f"this server is at version {run.version} under the term {run.term}, not where {caller} is")
+            raise Busy(f"{caller} is not at version {run.version} under the term {run.term}, as this server is")
         await self._take_over(run, f"{caller} leaves")
         if self.coordinator is None:
-            raise Busy("no majority of the voters let this server coordinate")
+            raise Busy("this server got no majority of the voters")
 
     async def _follow_promised(self, run: RunState, terms: Iterable[Term]) -> None:
         """Follow the highest of these terms that a majority of the voters promised, if it is above the known term."""
@@ -175,8 +175,8 @@ class Election:
         def agrees(term: Term) -> bool:
             if term == self.voter.term:  # this voter promised it
                 return True
-            # It also agrees to a term that other voters promised already, if the known coordinator is gone: it does not
-            # answer, or it is this server itself, which does not coordinate (any more).
+            # This voter also agrees to a term that other voters promised, if the known coordinator is gone: it does not
+            # answer, or is this server itself, which has stepped down.
             has_stepped_down = run.coordinator == self._me.peer_id and not self._has_majority
             misses_coordinator = self._missed == run.term or has_stepped_down
             return misses_coordinator and self.voter.term < term and term[0] <= self.voter.highest_number
@@ -186,7 +186,7 @@ class Election:
             await self._follow_term(run, term)
 
     async def _follow_term(self, run: RunState, term: Term) -> None:
-        """Follow a term if it is higher than the known term, and stop work for the former coordinator."""
+        """Follow a term if it is higher than the known term, and end work for the former coordinator."""
         if not run.follow_term(term):
             return
         self.voter.follow(term)
@@ -199,14 +199,14 @@ class Election:
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is not None:
             self._role.retire()
-            _log.info("This peer does not coordinate any more.")
+            _log.info("This peer stepped down as coordinator.")
             await coordinator.retire()
         self._notify()
 
     async def _handle_watch(self, caller: PeerId, request: WatchRequest) -> WatchReply:
-        """Answer a server that watches; hold the answer while this server coordinates and the caller misses nothing."""
+        """Answer a watching server once its term or version is outdated, or this server does not coordinate."""
         run = self._run
-        if run is None:  # peers that a new run admitted before this peer may call already
+        if run is None:  # a peer that a new run admitted first may call already
             raise Busy("this peer was not admitted to a run yet")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
@@ -221,7 +221,7 @@ class Election:
         )
 
     async def _may_succeed(self, candidate: PeerId) -> bool:
-        """Return whether this voter may promise anything to a candidate: the coordinator is gone, or hands over."""
+        """Return whether this voter may promise to a candidate: the coordinator is gone, or hands over to it."""
         run = self._membership.running
         if self._has_majority:
             return self._successor == candidate
@@ -235,11 +235,11 @@ class Election:
         return not reply.coordinates or reply.successor == candidate
 
     def _check_slot(self, generation: int, step: int) -> None:
-        """Refuse promises for a slot that cannot be open; this voter may have missed one record, but not more."""
+        """Refuse promises for a slot that cannot be open, given that this voter has missed one record at most."""
         run = self._membership.running
         run.check_generation(generation)
-        if step > run.version + 1:  # a voter that misses more cannot vote either, see `_check_proposed`
-            raise Busy(f"this voter is at version {run.version}, and knows nothing of step {step}")
+        if step > run.version + 1:  # a voter that missed more cannot vote either, see `_check_proposed`
+            raise Busy(f"this voter is at version {run.version}, and cannot promise for step {step}")
 
     async def _check_proposed(self, record: Record) -> None:
         """Refuse to vote for a record that cannot follow from the previous record, which must be known here."""
@@ -248,7 +248,7 @@ class Election:
             with contextlib.suppress(SwarmError):
                 await self._pull_next(run)
         if slot_of(record) > (run.manifest.generation, run.version):
-            raise Busy(f"this voter is at version {run.version}: it has missed what record {record.step} follows from")
+            raise Busy(f"this voter is at version {run.version}, and lacks the record before record {record.step}")
         self._check_record(record)
 
     def _check_record(self, record: Record) -> None:
@@ -258,7 +258,7 @@ class Election:
         for signed in unrecorded(run.bans, record.bans):
             self._transport.ban(signed)
         for peer in record.keepers or ():
-            if is_certified_keeper(self._transport, peer) is False:  # None: the peer is not known here yet
+            if is_certified_keeper(self._transport, peer) is False:  # None: its certificate is not known here yet
                 raise ProtocolError(f"record {record.step} names {peer} as a keeper, and its certificate does not")
         if self._me.peer_id not in closing.absent:
             self._steps.rounds.counted(record)  # raises if the round is not held here
@@ -270,10 +270,10 @@ class Election:
     async def _handle_pull(self, caller: PeerId, request: StepRequest) -> Record:
         run = self._membership.running
         if caller not in run.servers:
-            raise ProtocolError(f"records are for the run's servers, and {caller} is none")
+            raise ProtocolError(f"records are sent only to the run's servers, got a call of {caller}")
         run.check_generation(request.generation)
         if run.newest is None or run.newest.step != request.step:
-            raise ProtocolError(f"this peer is at version {run.version}, and keeps no record but the newest")
+            raise ProtocolError(f"this peer keeps only the newest record, got a request for record {request.step}")
         return run.newest
 
     def _notify(self) -> None:
@@ -283,30 +283,30 @@ class Election:
     # ------------------------------------------------------------------ watching
 
     async def _keep_watch(self, run: RunState) -> None:
-        """Until the run is over: watch its coordinator, follow new terms, fetch missed records, and take over."""
+        """Watch the coordinator until the run is over: follow new terms, fetch missed records, and take over."""
         while not self._over.is_set():
             coordinator = self.coordinator
             if coordinator is not None:
                 await self._until_deposed(run, coordinator)
                 continue
-            asked = run.term
+            watched_term = run.term
             try:
                 reply = await self._watch(run)
             except SwarmError as error:
                 if self._is_beginning(run, error):
                     await asyncio.sleep(_RETRY_S)
-                elif run.term == asked:
+                elif run.term == watched_term:
                     await self._replace_coordinator(run, str(error))
                 continue
             await self._follow_promised(run, [reply.term])
-            if run.term != asked:
+            if run.term != watched_term:
                 continue
             if reply.version > run.version:
                 await self._catch_up(run)
             elif not reply.coordinates:
                 await self._replace_coordinator(run, "it stepped down")
             elif reply.term < run.term:
-                await asyncio.sleep(_RETRY_S)  # the coordinator has not yet begun its own newer term
+                await asyncio.sleep(_RETRY_S)  # the coordinator has not yet adopted its own newer term
 
     async def _until_deposed(self, run: RunState, coordinator: Coordinator) -> None:
         """Wait until this server no longer coordinates. Ask the voters for higher terms, because it may be cut off."""
@@ -322,13 +322,13 @@ class Election:
 
     async def _watch(self, run: RunState) -> WatchReply:
         if run.coordinator == self._me.peer_id:
-            raise NotCoordinator("this peer stepped down, and knows no other coordinator")
+            raise NotCoordinator("this peer stepped down as coordinator, and no other is known")
         hold_s = min(2 * self._limits.silence_timeout, _MAX_HOLD_S)
         request = WatchRequest(term=run.term, version=run.version, hold_s=hold_s)
         return await WATCH.ask(self._transport, run.coordinator, request, timeout=hold_s + self._limits.silence_timeout)
 
     async def _replace_coordinator(self, run: RunState, reason: str) -> None:
-        """Find the next coordinator, or become it, because the present coordinator is gone or stepped down."""
+        """Find the next coordinator or become it, because the present coordinator is gone or stepped down."""
         self._missed = run.term
         try:
             await self._find_successor(run, reason)
@@ -338,24 +338,24 @@ class Election:
             await asyncio.sleep(_RETRY_S)
 
     async def _find_successor(self, run: RunState, reason: str) -> None:
-        """Follow a coordinator that other servers know; if there is none, stand for election in this voter's turn."""
+        """Follow a coordinator that other servers know; if they know none, stand for election in this voter's turn."""
         missed = run.term
         replies = await ask_servers(self._transport, run)
         await self._follow_promised(run, {reply.term for reply in replies.values()})
-        # Fetch only the coordinator's record. Records of others come with the next coordinator, or with promises.
+        # Only the coordinator is asked for a record. Other records come from the next coordinator, or with promises.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
-        # A coordinator that stepped down may stand again itself; other voters give it no rank.
+        # A coordinator that stepped down may stand again, but the other voters give it no rank.
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
         if run.term == missed and self._me in candidates:
-            # Lower ranks wait, so that the rank before them has time to make itself known.
+            # Each rank waits long enough for the rank before it to announce its term.
             rank = candidates.index(self._me)
             await asyncio.sleep(rank * self._limits.silence_timeout / _RANKS_PER_SILENCE)
             if run.term == missed and not self._over.is_set():
                 await self._take_over(run, reason)
 
     async def _catch_up(self, run: RunState) -> None:
-        """Fetch and apply a record that this server missed; the mean gradients of the record's round are held here."""
+        """Fetch and apply a record that this server missed; the mean gradients for it are held here."""
         peer, step = run.coordinator, run.version
         try:
             await self._pull_next(run)
@@ -369,7 +369,8 @@ class Election:
         request = StepRequest(generation=run.manifest.generation, step=run.version)
         record = await PULL.ask(self._transport, run.coordinator, request, timeout=self._limits.silence_timeout)
         check_record(run, record)
-        self.left_out_because = next((one.reason or "" for one in record.left if one.member == self._me), "")
+        reasons = (departed.reason or "" for departed in record.left if departed.member == self._me)
+        self.left_out_because = next(reasons, "")
         await self._apply_next(run, record)
 
     async def _apply_next(self, run: RunState, record: Record) -> None:
@@ -384,8 +385,8 @@ class Election:
                 await self._try_to_coordinate(run, reason)
 
     async def _try_to_coordinate(self, run: RunState, reason: str) -> None:
-        """Under a new term: get promises, finish records that earlier terms began, then coordinate the open step."""
-        before = run.coordinator
+        """Get promises for a new term, decide a record that an earlier term left undecided, then coordinate."""
+        former = run.coordinator
         number = max(self._highest_number, run.term[0]) + 1
         term: Term = (number, self._me.peer_id, self._me.boot_id)
         timeout = self._limits.silence_timeout
@@ -394,16 +395,16 @@ class Election:
             while True:
                 async with asyncio.timeout(timeout):
                     accepted = await proposer.prepare()
-                self._highest_number = number  # the term is used up now
+                self._highest_number = number  # the term must not be used again
                 await self._announce_term(run, term, accepted)
-                if accepted is None:  # no earlier record is left to finish
+                if accepted is None:  # no earlier record is undecided
                     break
                 async with asyncio.timeout(timeout):
                     await proposer.decide(accepted)
                 await self._apply_everywhere(run, accepted)
         except (TimeoutError, SwarmError) as error:
             why = str(error) or "no majority of the voters promised in time"
-            _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
+            _log.info("This peer did not become the coordinator under the term %s: %s", term, why)
             # The number grows by small steps, even if a voter reports a high number, and stays within this voter's own
             # limit: see `Voter`.
             blocking_number = min(proposer.number_in_the_way, self.voter.highest_number - 1)
@@ -418,9 +419,9 @@ class Election:
             max_metric_bytes=self._limits.max_metric_bytes,
         )
         if run.term != term:
-            return  # another server was quicker
+            return  # another server was faster
         await self._coordinate(run, proposer, state)
-        self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
+        self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {former}: {reason}")
         announcing = partial(self._announce, run.coordinator)
         self._tasks.spawn(_logged(announcing, "Later joiners may not find the coordinator: %s", level=logging.WARNING))
 
@@ -439,7 +440,7 @@ class Election:
         """Begin to coordinate, with the state of the open step."""
 
         def hand_over() -> asyncio.Task[None]:
-            return self._tasks.spawn(_logged(self.abdicate, "This peer goes on to coordinate: %s"))
+            return self._tasks.spawn(_logged(self.abdicate, "This peer remains the coordinator: %s"))
 
         self._oversight = self._membership.oversight.coordinating(self._oversight)
         context = CoordinatorContext(
@@ -453,7 +454,7 @@ class Election:
             await self._step_down()
 
     async def _announce_term(self, run: RunState, term: Term, accepted: Record | None) -> None:
-        """Adopt the new term here, then announce it to all servers. A server that misses it learns it from another."""
+        """Adopt the new term, and announce it to all servers; a server that misses it learns it from another server."""
         await self._follow_term(run, term)
         self._has_majority = True
         newcomers = [] if accepted is None else [newcomer.member.peer_id for newcomer in accepted.newcomers]
@@ -465,7 +466,7 @@ class Election:
                 # The peer missed the newest record.
                 await APPLY.ask(self._transport, peer, run.newest, timeout=self._limits.call_timeout)
 
-        await self._send_all({*run.servers, *newcomers}, announce, "Server %s does not know its coordinator yet: %s")
+        await self._send_all({*run.servers, *newcomers}, announce, "Server %s has not learned the new term yet: %s")
 
     async def _apply_everywhere(self, run: RunState, record: Record) -> None:
         """Send a decided record to its round's servers and to newcomers, and apply it here, too."""
@@ -476,13 +477,13 @@ class Election:
         peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
         peers |= {newcomer.member.peer_id for newcomer in record.newcomers}
         await self._send_all(peers, send, f"Server %s did not apply record {record.step}: %s")
-        # Here last: it raises if the record leaves this server out, and then another server must coordinate.
+        # This server applies it last: that raises if the record excludes it, and then another server must coordinate.
         await self._apply_next(run, record)
 
     async def _send_all(
         self, peers: set[PeerId], send: Callable[[PeerId], Coroutine[Any, Any, None]], failure: str
     ) -> None:
-        """Run `send` for all other peers at once, and wait only for peers that answer soon."""
+        """Send to all other peers at once, and wait at most `GRACE_S` for their answers."""
         others = sorted(peers - {self._me.peer_id})
         sending = {self._tasks.spawn(_logged(partial(send, peer), failure, peer)) for peer in others}
         if sending:
@@ -492,7 +493,7 @@ class Election:
 async def _logged(
     work: Callable[[], Awaitable[None]], failure: str, *values: object, level: int = logging.INFO
 ) -> None:
-    """Run work whose failure other peers repair, and log its error; `failure` is a format of `values` and the error."""
+    """Run work whose failure others repair, and log its error; `failure` is a format for `values` and the error."""
     try:
         await work()
     except SwarmError as error:

@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.calls import CallKey, Direction
 _T = TypeVar("_T")
 
 Priority = tuple[int, ...]  # smaller runs first
-FIRST: Final[Priority] = (-1,)  # jobs for a whole stage or step, before any microbatch
+FIRST: Final[Priority] = (-1,)  # of jobs for a whole stage or step, before any microbatch
 
 TOKENS: Final[Priority] = (0, 1 << 62)
 """Priority of a forward in text generation: after all backwards (0, ...), and before the forwards of microbatches."""
@@ -59,9 +59,9 @@ class Executor(ABC):
         """Return whether a job of this priority or an earlier one waits; a running job may call this on its thread."""
 
     def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - executors under a virtual clock do nothing
-        """Call `work` again and again while no job waits, until it returns False; resume after the next job.
+        """Call `work` repeatedly while no job waits, until it returns False; call it again after the next job.
 
-        `work` must take milliseconds only, and must not raise.
+        `work` must take a few milliseconds at most, and must not raise.
         """
 
     @abstractmethod
@@ -70,7 +70,7 @@ class Executor(ABC):
 
 
 class InlineExecutor(Executor):
-    """Computes on the loop itself: for swarms in one thread, under a virtual clock."""
+    """Computes on the event loop itself, for swarms in one thread under a virtual clock."""
 
     def __init__(self) -> None:
         self._heap: list[_Job] = []
@@ -105,7 +105,7 @@ class InlineExecutor(Executor):
         self._heap.clear()
 
     def _run_next(self) -> None:
-        if self._heap:  # else it was closed
+        if self._heap:  # otherwise `close` has emptied it
             self._do(heapq.heappop(self._heap), NOMINAL_BUSY_S)
 
     def _do(self, job: _Job, took_s: float) -> None:
@@ -114,8 +114,7 @@ class InlineExecutor(Executor):
             _finish(job.future, result, error, took_s)
 
 
-# First number of a job's priority -> share of a microbatch's time. A backward has 0, a forward 1. Jobs with another
-# number compute both.
+# First number of a job's priority (0: backward, 1: forward) -> share of a microbatch's time. Other jobs compute both.
 _SHARES: Final = {0: 2 / 3, 1: 1 / 3}
 
 
@@ -124,7 +123,7 @@ class PacedExecutor(InlineExecutor):
 
     def __init__(self, microbatch_s: Callable[[], float]) -> None:
         super().__init__()
-        self._microbatch_s = microbatch_s  # seconds per stage: a third for the forward, the rest for the backward
+        self._microbatch_s = microbatch_s  # seconds for forward and backward together
         self._busy = False
 
     @override
@@ -147,7 +146,7 @@ class PacedExecutor(InlineExecutor):
 
 
 class ThreadExecutor(Executor):
-    """Computes on a thread of its own, so that the loop keeps answering."""
+    """Computes on its own thread, so that the event loop keeps answering calls."""
 
     def __init__(self, name: str = "compute") -> None:
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()

@@ -15,7 +15,7 @@ from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.protocol.messages.calls import Origin, Receipt
 from lightning_swarm.server.averaging import deterministic
 
-_NOTHING: Final = MappingProxyType[int, Origin]({})
+_NO_ORIGINS: Final = MappingProxyType[int, Origin]({})
 
 
 # The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
@@ -25,13 +25,13 @@ class ReceiptLedger:
     def __init__(self, step: int) -> None:
         self.step = step
         self._receipts: dict[Receipt, None] = {}
-        self._named: frozenset[Receipt] | None = None  # receipts that the closing names here; None: not frozen
+        self._named: frozenset[Receipt] | None = None  # the only receipts that a frozen sum accepts; None: not frozen
         self.origins: dict[int, Origin] = {}  # place -> origin of each batch with a receipt here
-        self._granted: Mapping[int, Origin] = _NOTHING  # origins of the named batches
+        self._granted: Mapping[int, Origin] = _NO_ORIGINS  # origins of the named batches
 
     @property
     def final(self) -> bool:
-        """True if nothing more may be added."""
+        """True if the sum is frozen and holds every receipt that it accepts."""
         return self._named is not None and self._named <= self._receipts.keys()
 
     @property
@@ -44,12 +44,12 @@ class ReceiptLedger:
         return receipt in self._receipts
 
     def add(self, receipt: Receipt, origin: Origin) -> bool:
-        """Enter a receipt; return False if it is there already, or the sum holds the batch from another trainer."""
+        """Enter a receipt; return False if it is known already, or if the sum holds its batch from another trainer."""
         first, _, _ = receipt
         if receipt in self._receipts:
             return False
-        # A microbatch is not named if its batch was struck or was granted by a former coordinator, or if it belongs to
-        # another server's sum.
+        # The coordinator does not name a microbatch if its batch was struck or granted by a former coordinator, or if
+        # another server's sum must hold it.
         if self._named is not None and receipt not in self._named:
             raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         granted = self._granted.get(first)
@@ -58,27 +58,27 @@ class ReceiptLedger:
                 f"the batch at {first} of step {self.step} was granted to {granted.trainer}, got a gradient of it from "
                 f"{origin.trainer}"
             )
-        before = granted or self.origins.get(first, origin)
-        # Only the coordinator knows which trainer owns the batch. If the second caller does, it must not be refused
-        # because of the first. Instead the sum is cleared when the step closes, and the owner sends the batch again.
-        if before.trainer != origin.trainer:
+        expected = granted or self.origins.get(first, origin)
+        # Only the coordinator knows which of two trainers owns the batch. The owner must get no error because the other
+        # trainer was faster, so the sum is cleared when the step closes, and the owner sends the batch again.
+        if expected.trainer != origin.trainer:
             return False
-        if before != origin:
+        if expected != origin:
             raise ProtocolError(
-                f"the batch at {first} of step {self.step} has the weight {before.weight!r}, got a gradient with "
+                f"the batch at {first} of step {self.step} has the weight {expected.weight!r}, got a gradient with "
                 f"{origin.weight!r}. A trainer sends all of a batch's gradients with the weight of its lease."
             )
         self._receipts[receipt] = None
         self.origins[first] = origin
         return True
 
-    def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, Origin] = _NOTHING) -> None:
-        """Accept only the receipts in `named` from now on: none while ledgers are read, later this server's share."""
+    def freeze(self, named: AbstractSet[Receipt] = frozenset(), granted: Mapping[int, Origin] = _NO_ORIGINS) -> None:
+        """Accept only the receipts in `named` from now on. The coordinator names none until it has read all ledgers."""
         self._named, self._granted = frozenset(named), granted
 
-    def freeze_like(self, other: ReceiptLedger) -> None:
-        """Accept only the receipts that another ledger would accept, which this ledger replaces."""
-        self._named, self._granted = other._named, other._granted
+    def freeze_like(self, replaced: ReceiptLedger) -> None:
+        """Accept only the receipts that the replaced ledger accepted."""
+        self._named, self._granted = replaced._named, replaced._granted
 
     def agrees(self, named: AbstractSet[Receipt], granted: Mapping[int, Origin]) -> bool:
         """Return whether the sum holds only named receipts, with these origins of their batches."""
@@ -88,7 +88,7 @@ class ReceiptLedger:
 
     def thaw(self) -> None:
         """Accept any receipt again, because the step takes batches again."""
-        self._named, self._granted = None, _NOTHING
+        self._named, self._granted = None, _NO_ORIGINS
 
     @property
     def held(self) -> frozenset[Receipt]:
@@ -113,17 +113,17 @@ class GradientSum:
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._shapes = [parameter.shape for parameter in parameters]
         length = sum(map(torch.Size.numel, self._shapes))
-        # ``[elements of the parameters]``, with the mean's dtype and device, and without values of its own.
+        # Has the shape ``[elements of all parameters]``, dtype and device of the mean, but no memory for values.
         self.like = torch.empty((), dtype=dtype, device=device).expand(length)
-        self.values = self._nothing(length, dtype, device)  # the sum
+        self.values = self._zeros(length, dtype, device)  # the sum
         self.touched = [False] * len(self._shapes)  # per parameter, whether a gradient was added
 
     @staticmethod
-    def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(length, dtype=dtype, device=device)
 
     def converted(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Convert gradients to the sum's dtype, which takes memory; adding them takes none."""
+        """Convert gradients to the sum's dtype. This needs memory; adding the results needs none."""
         return [None if gradient is None else gradient.to(self.values.dtype) for gradient in gradients]
 
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
@@ -143,7 +143,7 @@ class GradientSum:
         self.touched = [False] * len(self._shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """View a tensor like `values` as one tensor for each parameter."""
+        """Return views of a tensor like `values`, one for each parameter."""
         parts = flat.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
@@ -153,7 +153,7 @@ class ExactSum(GradientSum):
 
     @staticmethod
     @override
-    def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return deterministic.empty_sum(length, device)
 
     @override
@@ -162,11 +162,11 @@ class ExactSum(GradientSum):
 
     @override
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        given = [gradient for gradient in gradients if gradient is not None]
+        present = [gradient for gradient in gradients if gradient is not None]
         self.touched = [had or gradient is not None for had, gradient in zip(self.touched, gradients, strict=True)]
-        fits = deterministic.fits(given, weight)
+        fits = deterministic.fits(present, weight)
         deterministic.count_vector(self.values, was_added=fits)
-        if not fits:  # counted instead of added, so the sum has no mean
+        if not fits:  # the sum only counts it, and then has no mean
             return
         begin = 0
         for shape, gradient in zip(self._shapes, gradients, strict=True):

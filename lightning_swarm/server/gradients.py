@@ -1,4 +1,9 @@
-"""A server's gradient sums of the open steps, and the ledgers of the microbatches in them."""
+"""A server's gradient sums of the open steps, and the ledgers of the microbatches in them.
+
+The coordinator closes a step in rounds, each of which begins with FREEZE. In the first round, the sums accept nothing
+more, and their ledgers are reported. If a microbatch is missing or is in two sums, the next round names the receipts of
+each sum. A sum with any other receipt is then cleared, and trainers send the missing microbatches again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.oversight import KeepWork, keep_nothing
 from lightning_swarm.server.stage import Stage
 
-_MAX_STRAY_STEPS: Final = 3  # steps with gradients of others' batches, after which a trainer is refused
+_MAX_MISSENT_STEPS: Final = 3  # steps with gradients of other trainers' batches, after which a trainer is refused
 
 
 @dataclass
@@ -47,11 +52,11 @@ class _OpenSums:
     """The ledgers and the struck batches of an open step."""
 
     ledgers: dict[int, ReceiptLedger]  # stage -> ledger
-    fenced: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # the term that struck batches, and their places
+    struck: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())  # term of the coordinator that struck, and places
 
 
-# The receipts that one sum must hold, and the origins of their batches by place.
-_Named = tuple[set[Receipt], dict[int, Origin]]
+# The receipts that a sum must hold, and the origins of their batches by place.
+_Contents = tuple[set[Receipt], dict[int, Origin]]
 
 WrittenByStage = Mapping[int, Mapping[str, Tensor]]
 """Weights that the lead's user code wrote, by stage and name."""
@@ -67,8 +72,8 @@ class _NextStep:
     frozen_under: Term = NO_TERM  # term of the coordinator that froze the sums last
 
 
-# Sums change on the compute thread only, so that a freeze falls between two additions and never into one. While a job
-# is queued, the run may roll back, or continue without this server, so each job checks the generation again.
+# Sums change only on the compute thread, so a freeze never interrupts an addition. While a job is queued, the run may
+# roll back, or continue without this server, so each job checks the generation again.
 class GradientSums:
     """The gradient sums of one server's stages, and the receipts of their microbatches."""
 
@@ -77,17 +82,17 @@ class GradientSums:
         self._me = membership.me
         self.stages: dict[int, Stage] = {}  # index -> stage
         self._open: dict[int, _OpenSums] = {}  # step -> its ledgers and struck batches
-        self._joining = False  # whether the last freeze had a challenge, because of a joiner or of untrusted servers
+        self._was_challenged = False  # whether the newest freeze had a challenge: in audited runs, or for a joiner
         self.next = _NextStep()
-        # trainer -> generations and steps in which it sent gradients of another trainer's batch
-        self._strays: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
+        # trainer -> each (generation, step) in which it sent gradients of a batch that another trainer owns
+        self._missent: defaultdict[PeerId, set[tuple[int, int]]] = defaultdict(set)
 
-    def _begin_anew(self) -> None:
-        """Begin with empty ledgers for all open steps; there are none without a run."""
-        self._open = {step: self._opened(step) for step in self.open_steps}
+    def _reset(self) -> None:
+        """Begin all open steps with empty ledgers; without a run, no step is open."""
+        self._open = {step: self._empty_sums(step) for step in self.open_steps}
         self.next = _NextStep()
 
-    def _opened(self, step: int) -> _OpenSums:
+    def _empty_sums(self, step: int) -> _OpenSums:
         return _OpenSums({index: ReceiptLedger(step) for index in self.stages})
 
     # ------------------------------------------------------------------ the run
@@ -98,21 +103,21 @@ class GradientSums:
         for stage in stages.values():
             stage.load.start_step(now_s=now_s)
             stage.state_hash = self._membership.oversight.work.state_hash(stage)
-        self._begin_anew()
+        self._reset()
 
     def leave_run(self) -> None:
         """Release all stages."""
         self.stages = {}
-        self._strays.clear()
-        self._begin_anew()
+        self._missent.clear()
+        self._reset()
 
     def enter_generation(self) -> None:
         """Begin the run's next generation, with the stages that this server still holds."""
         run = self.run
-        self._keep_held(run)
+        self._keep_assigned(run)
         for stage in self.stages.values():
             stage.enter_generation(run.manifest.first_step, run.manifest.selection)
-        self._begin_anew()
+        self._reset()
 
     @property
     def run(self) -> RunState:
@@ -134,11 +139,11 @@ class GradientSums:
     @property
     def ledgers(self) -> dict[int, ReceiptLedger]:
         """The ledgers of the step whose record is next, by stage."""
-        return self._opened_step(self.version).ledgers
+        return self._open_step(self.version).ledgers
 
-    def _opened_step(self, step: int) -> _OpenSums:
+    def _open_step(self, step: int) -> _OpenSums:
         if step not in self._open:  # its record has just been applied
-            raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a call of step {step}")
+            raise ProtocolError(f"a call must be of one of the open steps {sorted(self._open)}, got step {step}")
         return self._open[step]
 
     def stage(self, index: int) -> Stage:
@@ -157,9 +162,9 @@ class GradientSums:
         """Refuse any caller but the coordinator, and any step that is not open."""
         run = self.run
         run.check_coordinator(caller)
-        here = (run.manifest.generation, run.version)
-        if step not in run.open_steps or generation != here[0]:
-            raise ProtocolError(f"generation, step are {here} here, got {(generation, step)}")
+        expected = (run.manifest.generation, run.version)
+        if step not in run.open_steps or generation != expected[0]:
+            raise ProtocolError(f"this server is at generation, step {expected}, got a call of {(generation, step)}")
 
     # ------------------------------------------------------------------ counting
 
@@ -169,14 +174,18 @@ class GradientSums:
         run.check_generation(generation)
         check_change(change, run.manifest.stages)
         if any(ledger.begun for opened in self._open.values() for ledger in opened.ledgers.values()):
-            raise ProtocolError(f"step {run.version} has begun here; it changes no more")
+            raise ProtocolError(f"a change must precede the step's gradients, and step {run.version} has some here")
         written = change.written
         if written is not None and run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(
-                "where steps are delayed, no hook may write weights, because the next step computes with older weights"
+                "hooks must not write weights with `delay_optimizer_step`, because the next step computes with older "
+                "weights. Remove the option, or the hook."
             )
-        held = [stage for stage in self.stages.values() if written is not None and stage.index in written.stages]
-        weights = {stage.index: stage.evaluation_weights(written.number) for stage in held if written is not None}
+        weights = {
+            index: stage.evaluation_weights(written.number)
+            for index, stage in self.stages.items()
+            if written is not None and index in written.stages
+        }
         for stage in self.stages.values():
             if change.selection is not None:
                 stage.select(change.selection)
@@ -185,7 +194,7 @@ class GradientSums:
         self.next.written, self.next.change = weights, change
 
     def follow_change(self, stage: Stage, change: StepChange, written: Mapping[str, Tensor]) -> None:
-        """Begin the open step like its members, at a joiner, which gets no SETTLE; `written` are a stage's weights."""
+        """Begin the open step with its change at a joiner, which gets no SETTLE; `written` has the stage's weights."""
         if change.selection is not None:
             stage.select(change.selection)
         if change.written not in (None, self.next.change.written) and stage.index in change.written.stages:
@@ -196,14 +205,14 @@ class GradientSums:
     def strike(self, step: int, batches: Collection[int]) -> None:
         """Refuse gradients of these batches in a step, as long as the peer that struck them coordinates."""
         # Bound to the present term, because the next coordinator may count these batches.
-        self._opened_step(step).fenced = (self.run.term, self._struck(step) | set(batches))
+        self._open_step(step).struck = (self.run.term, self._struck(step) | set(batches))
 
     def _struck(self, step: int) -> frozenset[int]:
         """Return the batches that the present coordinator has struck from a step."""
         run, opened = self._membership.run_or_none, self._open.get(step)
         if run is None or opened is None:
             return frozenset()
-        term, batches = opened.fenced
+        term, batches = opened.struck
         return batches if run.term == term else frozenset()
 
     def may_count(self, key: CallKey) -> bool:
@@ -217,15 +226,15 @@ class GradientSums:
         if key.first in self._struck(key.step):
             raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
         if key.step < stage.version:
-            raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
+            raise LeaseRevoked(f"step {key.step} is decided, and counts no more gradients")
 
     def check_own_batches(self, trainer: PeerId) -> None:
         """Refuse a trainer that sent gradients of other trainers' batches in several steps."""
         # A single step is no proof: a new coordinator may grant a place again because it does not know the first grant.
-        if len(self._strays.get(trainer, ())) >= _MAX_STRAY_STEPS:
+        if len(self._missent.get(trainer, ())) >= _MAX_MISSENT_STEPS:
             raise ProtocolError(
-                f"{trainer} sent gradients of batches that were granted to others in {_MAX_STRAY_STEPS} steps; no more "
-                "of it is computed here"
+                f"a trainer must send gradients of its own batches only; {trainer} sent those of other trainers in "
+                f"{_MAX_MISSENT_STEPS} steps, so this server computes nothing more for it"
             )
 
     # ------------------------------------------------------------------ adding
@@ -236,27 +245,28 @@ class GradientSums:
         key: CallKey,
         gradients: Sequence[Tensor | None],
         origin: Origin,
-        seen: Tensor | None = None,
+        batch_statistics: Tensor | None = None,
         keep: KeepWork = keep_nothing,
     ) -> bool:
-        """Enter the receipt, and add gradients and batch norm statistics, once; call `keep` before.
+        """Add a microbatch's gradients and batch norm statistics to its sum, and enter its receipt, exactly once.
 
-        Always returns True, for the call's report: the sum holds the microbatch, or its batch from another trainer.
+        `keep` is called first. Always returns True, the receipt in the call's report: even if nothing is added, the sum
+        holds the microbatch already, or its batch from another trainer.
         """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
         index = self.stage(stage.index).index
         if key.step not in self._open:
-            raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a gradient of {key}")
-        ledgers = self._opened_step(key.step).ledgers
+            raise ProtocolError(f"a gradient must be of one of the open steps {sorted(self._open)}, got {key}")
+        ledgers = self._open_step(key.step).ledgers
         ledger, total = ledgers[index], stage.sum_of(key.step)
         keep(ledger)  # before the receipt, which must not exist without its work
         converted = total.converted(gradients)  # before the receipt, because memory may run out
         if ledger.add(key.receipt, origin):
             try:
                 total.add(converted, origin.weight)
-                stage.statistics.add(key, seen)
-            except BaseException:  # the sum may hold a part of the gradient, so begin it anew
+                stage.statistics.add(key, batch_statistics)
+            except BaseException:  # the sum may hold a part of the gradient, so clear it
                 total.clear()
                 ledgers[index] = ReceiptLedger(key.step)
                 ledgers[index].freeze_like(ledger)
@@ -266,8 +276,8 @@ class GradientSums:
     @property
     def arithmetic(self) -> str:
         """Name the hardware and software that determine the bits of this server's results; see `arithmetic_of`."""
-        kinds = {arithmetic_of(one.device, offloads=one.optimizer.offloads) for one in self.stages.values()}
-        return shortened("; ".join(sorted(kinds)))
+        machines = {arithmetic_of(stage.device, offloads=stage.optimizer.offloads) for stage in self.stages.values()}
+        return shortened("; ".join(sorted(machines)))
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Return whether the sum holds the microbatch."""
@@ -277,38 +287,38 @@ class GradientSums:
 
     def ledger(self, step: int, stage_index: int) -> ReceiptLedger:
         """Return the ledger of a stage in an open step."""
-        ledgers = self._opened_step(step).ledgers
+        ledgers = self._open_step(step).ledgers
         if stage_index not in ledgers:
             raise ProtocolError(f"this peer sums the stages {sorted(ledgers)} in step {step}, not stage {stage_index}")
         return ledgers[stage_index]
 
     # ------------------------------------------------------------------ closing
 
-    def look_ahead(self) -> bool:
-        """Compute a piece of the fingerprint for the next freeze, while idle; return whether more is left."""
+    def hash_while_idle(self) -> bool:
+        """Hash a piece of a stage's state for the next freeze, called while idle; return whether more is left."""
         return any(self._is_compared(stage) and stage.state_hash.advance() for stage in tuple(self.stages.values()))
 
     def _is_compared(self, stage: Stage) -> bool:
         """Return whether the stage's weights are compared with another replica's or with a joiner's."""
         run = self._membership.run_or_none
-        return run is not None and (self._joining or run.rosters[stage.index] != [self._me])
+        return run is not None and (self._was_challenged or run.rosters[stage.index] != [self._me])
 
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
         """Freeze the sums for the coordinator of a term; return the ledgers, and the tickets that are now stale."""
         run = self.run
         run.check_generation(request.generation)
-        if term != run.term:  # another server coordinates by now
-            raise NotCoordinator(f"the run is coordinated under the term {run.term} by now, not {term}")
-        here, asked = (self.version, self.next.round), (request.step, request.round)
-        if asked[0] != here[0] or asked[1] < here[1]:
-            raise ProtocolError(f"step, round are {here} here, got a request to freeze of {asked}")
-        named = {} if request.named is None else self._named(request.named)
+        if term != run.term:  # another server has become the coordinator
+            raise NotCoordinator(f"the run is now coordinated under the term {run.term}, not {term}")
+        newest, requested = (self.version, self.next.round), (request.step, request.round)
+        if requested[0] != newest[0] or requested[1] < newest[1]:
+            raise ProtocolError(f"this server is at step, round {newest}, got a request to freeze {requested}")
+        named = {} if request.named is None else self._contents_by_stage(request.named)
         self.next.round, self.next.frozen_under = request.round, term
-        self._joining = request.challenge != 0
+        self._was_challenged = request.challenge != 0
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
             stale += self._freeze_stage(stage, named.get(index), request)
-            ledger = self._opened_step(request.step).ledgers[index]
+            ledger = self._open_step(request.step).ledgers[index]
             report = StageLedger(
                 stage_index=index,
                 held=pack(ledger.held),
@@ -326,31 +336,31 @@ class GradientSums:
         return reports, stale
 
     def check_round(self, step: int, round_: int) -> None:
-        """Refuse a round for which the sums are not frozen, or not any more."""
-        here = (self.version, self.next.round)
-        if (step, round_) != here or self.next.frozen_under != self.run.term:
-            raise ProtocolError(f"sums are frozen for step, round {here} here, got a call of {(step, round_)}")
+        """Refuse a round other than the newest, and sums that the present coordinator has not frozen."""
+        newest = (self.version, self.next.round)
+        if (step, round_) != newest or self.next.frozen_under != self.run.term:
+            raise ProtocolError(f"this server froze its sums for step, round {newest}, got a call of {(step, round_)}")
 
-    def _named(self, named: Sequence[NamedReceipts]) -> dict[int, _Named]:
-        """Return by stage the receipts that the sums here must hold, and the origins of their batches."""
+    def _contents_by_stage(self, named: Sequence[NamedReceipts]) -> dict[int, _Contents]:
+        """Return for each stage here the receipts that its sum must hold, and the origins of their batches."""
         indices = [part.stage_index for part in named]
         if sorted(indices) != sorted(self.stages):
             raise ProtocolError(f"receipts must be named for the stages {sorted(self.stages)}, got {indices[:100]}")
-        found = {}
+        contents = {}
         for part in named:
             receipts = unpack(part.receipts)
-            found[part.stage_index] = receipts, unpack_origins(part.origins, {first for first, _, _ in receipts})
-        return found
+            contents[part.stage_index] = receipts, unpack_origins(part.origins, {first for first, _, _ in receipts})
+        return contents
 
-    def _freeze_stage(self, stage: Stage, named: _Named | None, request: FreezeRequest) -> list[str]:
-        """Decide which receipts a stage's sum accepts from now on; return the tickets of results to compute anew."""
-        step, ledgers = request.step, self._opened_step(request.step).ledgers
+    def _freeze_stage(self, stage: Stage, named: _Contents | None, request: FreezeRequest) -> list[str]:
+        """Set the receipts that a stage's sum accepts from now on; return the tickets of results to compute again."""
+        step, ledgers = request.step, self._open_step(request.step).ledgers
         ledger = ledgers[stage.index]
         granted_to = {} if named is None else named[1]
         for first, origin in ledger.origins.items():
             # Only now does the coordinator name the trainer to which the batch was granted.
             if first in granted_to and granted_to[first].trainer != origin.trainer:
-                self._strays[origin.trainer].add((request.generation, step))
+                self._missent[origin.trainer].add((request.generation, step))
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and not ledger.agrees(*named)):
             stage.sum_of(step).clear()
@@ -360,7 +370,8 @@ class GradientSums:
             return []
         receipts, granted = named or (set[Receipt](), {})
         ledger.freeze(receipts, granted)
-        lacking = sorted(receipts - ledger.held)  # a result of an earlier call would keep them from being computed anew
+        # An earlier result of a lacking microbatch must be dropped, or a repeated call would not compute its gradient.
+        lacking = sorted(receipts - ledger.held)
         return [
             CallKey.of(request.generation, request.step, receipt).result(stage.index, "backward") for receipt in lacking
         ]
@@ -385,7 +396,7 @@ class GradientSums:
                     f"peer {self._me.peer_id} with boot id {self._me.boot_id} is not in the round's roster"
                 )
             if not self.ledgers[index].final:
-                raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
+                raise ProtocolError(f"only a frozen sum is averaged, and the ledger of stage {index} may still change")
         return {index: rosters[index].index(self._me) for index in self.stages}
 
     def check_named(self, request: AverageRequest) -> None:
@@ -393,59 +404,59 @@ class GradientSums:
         closing = request.closing
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
-        named = self._named(request.named)
+        named = self._contents_by_stage(request.named)
         for index in self.stages:
             ledger, (receipts, granted) = self.ledgers[index], named[index]
             if ledger.held != receipts or ledger.origins != granted:
                 raise ProtocolError(
-                    f"the sum of stage {index} on {self._me.peer_id} is not what is named for step {closing.step}: it "
-                    f"holds {len(ledger.held - receipts)} others, and lacks {len(receipts - ledger.held)}, or a batch "
-                    "has another weight or trainer"
+                    f"the sum of stage {index} on {self._me.peer_id} must hold the microbatches named for step "
+                    f"{closing.step}: {len(ledger.held - receipts)} more are in it, {len(receipts - ledger.held)} are "
+                    "missing, or a batch has another weight or trainer"
                 )
 
     def check_frozen(self, closing: Closing) -> None:
         """Refuse a round other than that of the newest freeze."""
-        here = (self.version, self.next.round)
-        if (closing.step, closing.round) != here:
-            raise ProtocolError(f"step, round are {here} here, got a closing of {(closing.step, closing.round)}")
+        newest, closed = (self.version, self.next.round), (closing.step, closing.round)
+        if closed != newest:
+            raise ProtocolError(f"this server is at step, round {newest}, got a closing of {closed}")
 
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record to all stages or to none; a repeated record is applied once."""
         run = self.run
-        after = run.open_steps.stop  # the step that opens with the record
+        opening = run.open_steps.stop  # the step that opens with the record
         run.check_generation(record.closing.generation)
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
-            return  # applied before, but the caller missed the answer
+            return  # applied already; the caller missed the answer
         run.check(record)
         if len(record.touched) != len(run.rosters):
-            raise ProtocolError(f"a record of {len(record.touched)} stages; there are {len(run.rosters)}")
+            raise ProtocolError(f"a record must be of the run's {len(run.rosters)} stages, got {len(record.touched)}")
         touched = {index: _touched(run, record, stage) for index, stage in self.stages.items()}
         for stage in self.stages.values():
             stage.check_applies(record)
         applied: list[Stage] = []
         for index, stage in self.stages.items():
-            stage.apply(record, gradients[index], touched[index], before=applied if run.ties else ())
+            stage.apply(record, gradients[index], touched[index], applied=applied if run.ties else ())
             applied.append(stage)
         # On this thread, directly after the last stage, so that no gradient is added to the decided step.
         self._open.pop(record.step, None)
-        self._open[after] = self._opened(after)
+        self._open[opening] = self._empty_sums(opening)
 
     def open_next_step(self, record: Record, *, now_s: float) -> None:
         """Open the next step after a record, and free stages that this server does not hold any more."""
         self.run.apply(record)
-        self._keep_held(self.run)
+        self._keep_assigned(self.run)
         for stage in self.stages.values():
             stage.load.note_step(now_s=now_s)
         self.next = _NextStep()
 
-    def _keep_held(self, run: RunState) -> None:
+    def _keep_assigned(self, run: RunState) -> None:
         """Release the stages, and their ledgers, that the run's rosters no longer assign to this server."""
-        held = {index for index, roster in enumerate(run.rosters) if self._me in roster}
-        if held:  # otherwise this server still joins, or was left out and will join again with its stages
+        assigned = {index for index, roster in enumerate(run.rosters) if self._me in roster}
+        if assigned:  # otherwise this server is still joining, or was excluded and will rejoin with its stages
             # New dicts, because the compute thread may be reading the old dicts.
-            self.stages = {index: stage for index, stage in self.stages.items() if index in held}
+            self.stages = {index: stage for index, stage in self.stages.items() if index in assigned}
             for opened in self._open.values():
-                opened.ledgers = {index: ledger for index, ledger in opened.ledgers.items() if index in held}
+                opened.ledgers = {index: ledger for index, ledger in opened.ledgers.items() if index in assigned}
 
 
 def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
@@ -454,8 +465,8 @@ def _touched(run: RunState, record: Record, stage: Stage) -> list[bool]:
     selection = record.change.selection or stage.selection
     trained = trained_names(selection) if selection is not None and ties else ()
     partners = ties.partners(stage.index, trained)
-    own = from_bitmap(bitmaps[stage.index], len(stage.trainable))
+    touched = {stage.index: from_bitmap(bitmaps[stage.index], len(stage.trainable))}
     if not partners:
-        return own
-    others = {index: from_bitmap(bitmaps[index], len(ties.trainable(index, trained))) for index in partners}
-    return ties.touched(stage.index, trained, {stage.index: own, **others})
+        return touched[stage.index]
+    touched |= {index: from_bitmap(bitmaps[index], len(ties.trainable(index, trained))) for index in partners}
+    return ties.touched(stage.index, trained, touched)

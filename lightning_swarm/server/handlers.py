@@ -1,4 +1,4 @@
-"""Handles a stage's forward and backward calls, from the request to the ticket that holds the result."""
+"""Handles forward and backward calls, from the request to the ticket that holds the result."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ComputeHandlers:
         self.cache = ActivationCache(limits.cache_bytes)  # forwards whose backward is pending
         self.graphs = KeptGraphs()
         self.num_forwards = 0  # counted since the start
-        self.num_samples = 0  # counted since the start, in all stages together
+        self.num_samples = 0  # counted since the start, summed over stages
         self.under_way = PendingWork(context.tickets, context.tasks.spawn)  # calls without a result yet
         max_bytes, admit = limits.max_message_bytes, self._membership.check_trainer
         FORWARD.serve(transport, self._handle_forward, max_bytes=max_bytes, admit=admit)
@@ -84,7 +84,7 @@ class ComputeHandlers:
         self._closed = True
 
     def give_up(self, prefix: str) -> None:
-        """Cancel the calls of a struck batch; a trainer that still waits receives the error."""
+        """Cancel the calls of a struck batch; a trainer that still waits for them receives an error."""
         self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
         self.discard_results(prefix)
 
@@ -99,19 +99,19 @@ class ComputeHandlers:
         self._sums.check_own_batches(caller)
         key, index = request.key, request.stage_index
         log = self._membership.oversight.work
-        stage = None if log.borrows(key, index) else self._checked_stage(key, index)  # None: borrow the stage
-        given = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
+        stage = None if log.borrows(key, index) else self._checked_stage(key, index)  # None: borrow it later
+        own_inputs = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
         name = key.name(index, "forward", caller)
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
-            raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
-        self.under_way.start(name, request.result_key, lambda: self._forward(name, stage, request, given))
+            raise Busy(f"this server accepts {self._limits.max_pending_calls} calls at once, and has {len(tasks)}")
+        self.under_way.start(name, request.result_key, lambda: self._forward(name, stage, request, own_inputs))
 
-    async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, given: _Inputs) -> None:
+    async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, own_inputs: _Inputs) -> None:
         """Compute a forward, keep it if its backward may come, and fulfil the ticket of its output."""
         key, log = request.key, self._membership.oversight.work
         stage = stage or await log.borrowed(request.stage_index, self._computes_on(key))
-        call, before = await self._forward_call(stage, request, request.source, given)
+        call, input_reports = await self._forward_call(stage, request, request.source, own_inputs)
         version = self._computes_on(key)
         await self._steps.wait_for_version(version)
 
@@ -126,28 +126,28 @@ class ComputeHandlers:
             if keep:
                 log.note_output(kept, result)
                 self.graphs.enter(kept)
-            result.graph = None  # no other object keeps it
+            result.graph = None  # only `kept` may refer to it
             return result, kept
 
         (result, kept), busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += call.num_samples
-        if not any(result.requires_grad) and not key.evaluation:  # no backward comes to count the samples
+        if not any(result.requires_grad) and not key.evaluation:  # no backward will come and count the samples
             stage.load.count_samples(call.num_samples, busy_s=busy_s, queued=self._executor.queued)
         if keep:
             input_bytes = num_bytes(serialization.flatten((call.inputs, call.extras))[1])
             kept.busy_s, kept.input_bytes = busy_s, input_bytes
             self.cache.keep(name, kept)
-        report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
-        # With `once`, the result is dropped when it is fetched; if it is lost in transit, it is computed again.
+        report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=input_reports)
+        # With `once`, the result is dropped when it is fetched. If it is lost in transit, it is computed again.
         once = self.cache.full or not keep or key.evaluation
         self._tickets.fulfil(name, to_message(result.output, result.requires_grad), encode(report), once=once)
 
     async def _forward_call(
-        self, stage: Stage, request: ForwardRequest | BackwardRequest, source: Ticket | None, given: _Inputs
+        self, stage: Stage, request: ForwardRequest | BackwardRequest, source: Ticket | None, own_inputs: _Inputs
     ) -> tuple[ForwardCall, tuple[StageReport, ...]]:
-        """Return the request's forward, with inputs as `given` or from `source`, and the source's reports."""
-        inputs, extras = given
+        """Return a request's forward, with its own inputs or those of `source`, and the reports of the source."""
+        inputs, extras = own_inputs
         reports: tuple[StageReport, ...] = ()
         if source is None:
             wants_grad = wanted_gradients(inputs, request.mode)
@@ -163,9 +163,9 @@ class ComputeHandlers:
         self._sums.check_own_batches(caller)
         stage = self._checked_stage(request.key, request.stage_index)
         self._check_backward(request)
-        gradients, again = _gradient_tree(request, message.tensors)
+        gradients, forward_inputs = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward", caller)
-        work = partial(self._backward, caller, stage, request, gradients, again)
+        work = partial(self._backward, caller, stage, request, gradients, forward_inputs)
         self.under_way.start(name, request.result_key, work)
 
     def _check_backward(self, request: BackwardRequest) -> None:
@@ -173,11 +173,13 @@ class ComputeHandlers:
         key, open_steps = request.key, self._sums.open_steps
         if (key.step not in open_steps and not key.evaluation) or not request.mode.grad:
             raise ProtocolError(
-                f"a backward must belong to a forward with gradients, of an evaluation or of a step that is open, one "
-                f"of {[*open_steps]}: {key}"
+                f"a backward must belong to a forward with gradients, in an evaluation or in one of the open steps "
+                f"{[*open_steps]}, got {key}"
             )
         if request.accumulate and not key.adds:
-            raise ProtocolError(f"evaluations, and backwards for the input alone, add nothing to a sum: {key}")
+            raise ProtocolError(
+                f"evaluations, and backwards for the input's gradient only, must add nothing to a sum, got {key}"
+            )
 
     async def _backward(
         self,
@@ -185,21 +187,22 @@ class ComputeHandlers:
         stage: Stage,
         request: BackwardRequest,
         gradients: serialization.Tree,
-        again: _Inputs | None,  # the forward's inputs, if the request brings them
+        forward_inputs: _Inputs | None,  # set if the request has the forward's inputs
     ) -> None:
         """Compute a backward, add its gradients once if asked to, and fulfil the ticket of the input's gradient."""
         key, log = request.key, self._membership.oversight.work
-        kept = await self._kept(trainer, stage, request, again)  # before the gradient, which can be fetched only once
-        after: tuple[StageReport, ...] = ()
+        # First the forward: its input can be fetched again if this fails, but the gradient is sent only once.
+        kept = await self._kept_forward(trainer, stage, request, forward_inputs)
+        gradient_reports: tuple[StageReport, ...] = ()
         if request.source is not None:
             try:
-                gradients, _, after = await self._fetch(request.source, gradient=True)
+                gradients, _, gradient_reports = await self._fetch(request.source, gradient=True)
             except BaseException:
-                if key.evaluation or self._sums.may_count(key):  # kept until another peer has the gradient
+                if key.evaluation or self._sums.may_count(key):  # the gradient may come from another peer later
                     self.cache.keep(key.name(stage.index, "forward", trainer), kept)
                 raise
         receipt, version, origin = False, self._computes_on(key), Origin(request.weight, trainer)
-        await self._steps.wait_for_version(version)  # a peer that replaces another peer may be behind
+        await self._steps.wait_for_version(version)  # a peer that replaces another may lag behind
 
         def compute() -> serialization.Tree:
             nonlocal receipt
@@ -209,40 +212,41 @@ class ComputeHandlers:
                 graph = log.graph_of(stage, kept, adds=request.accumulate)
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
-                work = log.work(stage, key.receipt, kept, gradients, input_gradients)
-                receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.seen, work)
+                keep = log.keep_function(stage, key.receipt, kept, gradients, input_gradients)
+                receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.batch_statistics, keep)
             synchronize(stage.device)  # the call's time includes its kernels
             return input_gradients
 
-        found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
-        own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
-        stage.load.count_samples(kept.call.num_samples, busy_s=own.busy_s, queued=own.queued)
+        computed, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
+        took_s, queued = kept.busy_s + busy_s, self._executor.queued
+        report = CallReport(busy_s=took_s, queued=queued, receipt=receipt, others=gradient_reports)
+        stage.load.count_samples(kept.call.num_samples, busy_s=took_s, queued=queued)
         self.graphs.limit.note_backward()
         name = key.name(stage.index, "backward", trainer)
-        self._tickets.fulfil(name, to_message(found), encode(own), once=True)
+        self._tickets.fulfil(name, to_message(computed), encode(report), once=True)
 
-    async def _kept(
-        self, trainer: PeerId, stage: Stage, request: BackwardRequest, again: _Inputs | None
+    async def _kept_forward(
+        self, trainer: PeerId, stage: Stage, request: BackwardRequest, inputs: _Inputs | None
     ) -> CachedForward:
-        """Return the forward that this peer kept, or the forward that the request brings instead."""
+        """Return the kept forward of a backward, or a new forward with the inputs in the request."""
         forward_name = request.key.name(stage.index, "forward", trainer)
         kept = self.cache.pop(forward_name)
         if kept is not None:
             return kept
-        if again is None:
-            raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
-        return CachedForward((await self._forward_call(stage, request, request.inputs, again))[0])
+        if inputs is None:
+            raise TicketGone(f"{forward_name} is no longer kept here; send its input with the backward")
+        return CachedForward((await self._forward_call(stage, request, request.inputs, inputs))[0])
 
     # ------------------------------------------------------------------ cancelling, and receipts of a lost trainer
 
     async def _handle_cancel(self, caller: PeerId, request: CancelRequest) -> CancelReply:
-        """Cancel one of the caller's calls; report whether a backward has added its gradient all the same."""
+        """Cancel one of the caller's calls; report whether it is a backward that has added its gradient already."""
         stage = self._checked_stage(request.key, request.stage_index)
-        name = request.key.name(stage.index, request.direction, caller)  # only the caller's own call
+        name = request.key.name(stage.index, request.direction, caller)  # only the caller's own call has this name
         await self.under_way.cancel(name)
         if request.direction == "forward":
             return CancelReply(added=False)
-        # On the compute thread, because a running job is not interrupted, and may be about to add.
+        # On the compute thread, because a running job is not interrupted, and may still add the gradient.
         added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
         return CancelReply(added=added and request.key.adds)
 
@@ -256,11 +260,11 @@ class ComputeHandlers:
             for index in self._steps.stages
         }
 
-        def look(index: int) -> StageReceipts:
+        def receipts_of(index: int) -> StageReceipts:
             held = to_bitmap(self._sums.holds(index, key) for key in keys)
             return StageReceipts(stage_index=index, held=held, pending=to_bitmap(pending[index]))
 
-        stages, _ = await self._executor.submit(FIRST, lambda: list(map(look, pending)))
+        stages, _ = await self._executor.submit(FIRST, lambda: list(map(receipts_of, pending)))
         return ReceiptsReply(stages=stages)
 
     # ------------------------------------------------------------------ parts
@@ -272,7 +276,7 @@ class ComputeHandlers:
         self._membership.run.check_generation(key.generation)
         stage = self._steps.stage(stage_index)
         if stage.on_trainers:
-            raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
+            raise ProtocolError(f"trainers compute stage {stage_index} themselves; no microbatch is sent there")
         self._membership.run.check_holds(self._membership.me, stage_index)
         if key.weights and not key.evaluation:
             raise ProtocolError(f"only evaluations may use evaluation weights, got {key}")
@@ -292,7 +296,7 @@ class ComputeHandlers:
     async def _fetch(
         self, source: Ticket, *, gradient: bool = False
     ) -> tuple[serialization.Tree, list[bool], tuple[StageReport, ...]]:
-        """Fetch another stage's result, its flags and its reports."""
+        """Fetch another stage's result, with the `requires_grad` flags of its tensors, and its reports."""
         try:
             message, report = await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
             return *from_message(message), _reports(report)
@@ -301,11 +305,11 @@ class ComputeHandlers:
             raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
         except SwarmError as error:
             missing = GradientMissing if gradient else InputMissing
-            reason, *_ = str(error).splitlines() or [""]  # the traceback stays there, and the trainer fetches it
+            reason, *_ = str(error).splitlines() or [""]  # without the traceback, which the trainer fetches there
             raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
-        """Compute a microbatch; if memory runs out beside other graphs, drop these and compute it again."""
+        """Compute a microbatch; if memory runs out, drop the graphs of other microbatches and compute it again."""
         raising = partial(raising_stage_errors, stage.index, self._transport.peer_id)
         try:
             return await self._executor.submit(priority, run)
@@ -313,18 +317,18 @@ class ComputeHandlers:
             if not is_out_of_memory(error):
                 with raising():
                     raise
-            first = error
+            first_error = error
 
         def run_alone() -> _T:
-            self.graphs.drop_all(stage.index, first)
-            free_memory(first, stage.device)
+            self.graphs.drop_all(stage.index, first_error)
+            free_memory(first_error, stage.device)
             return run()
 
         with raising():
             try:
                 return await self._executor.submit(FIRST, run_alone)
             except Exception as error:
-                await self._note_refusal(stage, priority[1], error)  # see `priority_of`: the step comes second
+                await self._note_refusal(stage, priority[1], error)  # `priority_of` has the step as its second number
                 raise
 
     async def _note_refusal(self, stage: Stage, step: int, error: Exception) -> None:
@@ -361,7 +365,7 @@ def raising_stage_errors(stage: int, peer: PeerId) -> Iterator[None]:
 
 
 def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
-    """Return the error for a trainer whose microbatch found no memory here."""
+    """Return the error for a trainer whose microbatch needs more memory than this server has."""
     return OutOfMemory(
         f"a server must have memory for one microbatch of its stage, and {peer} has too little for one of stage "
         f"{stage}: {str(error).rstrip('.')}. Lower `microbatch_size`, use activation checkpointing in the blocks or "
@@ -372,7 +376,7 @@ def out_of_memory(stage: int, peer: PeerId, error: Exception) -> OutOfMemory:
 def checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
     """Return a call's inputs and extras as received; raise `ProtocolError` for another tree."""
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
-        raise ProtocolError("a call must bring a pair of inputs and extras")
+        raise ProtocolError("a call must have a pair of inputs and extras")
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
         raise ProtocolError("a call must have either a tuple of inputs or the source of its input")
     return tree
@@ -388,6 +392,6 @@ def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple
 
 
 def _reports(report: bytes) -> tuple[StageReport, ...]:
-    """Return the report of a call, and the reports that came with its input."""
-    first = decode(report, CallReport)
-    return (StageReport(busy_s=first.busy_s, queued=first.queued, receipt=first.receipt), *first.others)
+    """Return the report of a call, followed by the reports that came with its input."""
+    own = decode(report, CallReport)
+    return (StageReport(busy_s=own.busy_s, queued=own.queued, receipt=own.receipt), *own.others)

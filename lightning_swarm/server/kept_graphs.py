@@ -1,4 +1,4 @@
-"""The graphs that a server keeps between forwards and backwards; fewer once its device ran out of memory."""
+"""Limits the graphs that a server keeps between forwards and backwards, once its device has run out of memory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _GROWTH: Final = 1 / 64  # graphs by which each backward raises the limit
 
 
 class GraphLimit:
-    """The number of graphs that may be kept: halved when memory runs out, and raised slowly by backwards. Pure."""
+    """The number of graphs that may be kept: halved when memory runs out, and raised slowly by backwards."""
 
     def __init__(self) -> None:
         self.most = math.inf
 
     def halve(self, num_kept: int) -> None:
-        """Lower the limit to half of the graphs kept when memory ran out. If none was kept, fewer would not help."""
+        """Lower the limit to half of the graphs that were kept when memory ran out; if there were none, leave it."""
         if num_kept:
             self.most = min(self.most, num_kept // 2)
 
     def note_backward(self) -> None:
-        """Count a backward that found memory; after enough of them, one more graph is tried."""
+        """Raise the limit a little after a successful backward, so that one more graph is tried after some of them."""
         self.most += _GROWTH
 
     def allows(self, num_kept: int) -> bool:
@@ -35,23 +35,23 @@ class GraphLimit:
         return num_kept + 1 <= self.most
 
 
-# `ActivationCache` has a byte budget, and does not know other users of memory. This class knows every graph, also if
-# its forward has just ended, or its backward waits for a gradient. A dropped graph is computed again.
+# `ActivationCache` has a byte budget, but other code uses memory, too. This class can drop every graph, even if its
+# forward has just ended or its backward waits for a gradient. A dropped graph is computed again.
 class KeptGraphs:
     """All graphs of a server, which its compute thread adds and drops."""
 
     def __init__(self) -> None:
         self._forwards = WeakSet[CachedForward]()
-        self._lock = threading.Lock()  # for `enter` and `drop_all`; a `WeakSet` itself lets the loop free forwards
+        self._lock = threading.Lock()  # for `enter` and `drop_all`; the loop may free forwards at any time
         self.limit = GraphLimit()
         self.num_dropped = 0  # dropped because memory ran out
 
     def enter(self, kept: CachedForward) -> None:
-        """Keep a forward's graph, unless there are as many as memory permits."""
+        """Keep a forward's graph, or drop it if as many are kept as the limit allows."""
         with self._lock:
             if kept.graph is None:
                 return
-            # The first number, which may be too large, is found at once; the second is counted.
+            # The first number is cheap, but may include dropped graphs; the second is exact.
             if self.limit.allows(len(self._forwards)) or self.limit.allows(len(self._present())):
                 self._forwards.add(kept)
             else:
@@ -63,14 +63,14 @@ class KeptGraphs:
         with self._lock:
             present = self._present()
             for kept in present:
-                kept.graph = None  # its `graph_bytes` stay: only the loop may change the cache's sum
+                kept.graph = None  # `graph_bytes` stays, because only the loop may change the cache's used bytes
             self._forwards.clear()
             self.num_dropped += len(present)
             self.limit.halve(len(present))
         if present:
             _log.warning(
-                "Stage %d ran out of memory beside the graphs of %d microbatches, which are computed again. This "
-                "server keeps %d at most from now on: %s",
+                "Stage %d ran out of memory with the graphs of %d microbatches, which are computed again. This server "
+                "now keeps at most %d graphs: %s",
                 stage,
                 len(present),
                 self.limit.most,

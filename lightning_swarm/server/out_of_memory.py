@@ -1,4 +1,4 @@
-"""Recognizes out-of-memory errors of devices and processes, and frees the memory that they keep alive."""
+"""Recognizes out-of-memory errors of devices and processes, and frees the objects that such an error keeps alive."""
 
 from __future__ import annotations
 

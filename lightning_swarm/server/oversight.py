@@ -1,6 +1,7 @@
 """Hooks by which other peers can check a server's work, chosen when it enters a run (`ServerContext.overseer`).
 
-The classes here are for runs that trust their servers, and do nothing; runs with strangers override them.
+The classes here are for runs that trust their servers, and check nothing. Audited runs use the subclasses in
+`server.audit`.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ def keep_nothing(ledger: ReceiptLedger) -> None:
 
 
 class WorkLog:
-    """Records a server's work on microbatches, and shows it."""
+    """Records a server's work on microbatches, for auditors."""
 
     def note_output(self, kept: CachedForward, result: ForwardResult) -> None:
         """Record the output of a forward that is kept for its backward."""
 
     def graph_of(self, stage: Stage, kept: CachedForward, *, adds: bool) -> SavedGraph:
-        """Return the graph for a backward, and drop it from the kept forward; `adds`: its gradients will be added."""
+        """Return the graph for a backward, and drop it from the kept forward; `adds`: the gradients enter a sum."""
         return kept.take_graph() or stage.computation.graph(kept.call)
 
-    def work(
+    def keep_function(
         self, stage: Stage, receipt: Receipt, kept: CachedForward, gradients: Tree, input_gradients: Tree
     ) -> KeepWork:
-        """Return the function that keeps the work on a microbatch; called before its gradients are added."""
+        """Return a function that keeps the work on a microbatch; it is called before the gradients are added."""
         return keep_nothing
 
     def commit(self, report: StageLedger, stage: Stage, ledger: ReceiptLedger, step: int) -> StageLedger:
@@ -69,19 +70,19 @@ class WorkLog:
         raise NotMember(f"this peer does not hold stage {stage_index}, and borrows none")
 
     def state_hash(self, stage: Stage) -> StateHash:
-        """Return the hash by which the state of a stage is compared with other replicas."""
+        """Return the object that hashes a stage's state, so that replicas can be compared."""
         return StateHash(stage)
 
     def prover(self, challenge: int, kind: StateKind) -> Callable[[Stage], bytes]:
         """Return the function that proves a stage's state to a peer that received it from another server."""
-        raise ProtocolError("only in runs with strangers, servers vouch for what other servers send")
+        raise ProtocolError("servers prove each other's state only in runs with `trust='audited'`")
 
 
 class RoundLog:
     """Records the vectors of averaging rounds."""
 
     async def digests(self, parts: Sequence[Sequence[Tensor]], compute: Compute | None) -> Sequence[bytes]:
-        """Return digests of the members' parts that this server reduces."""
+        """Return digests of the parts that members sent to this server for its share of the mean."""
         return ()
 
     def offer(self, group: Group, mean: Tensor) -> None:
@@ -95,33 +96,33 @@ class RoundLog:
         group: Group,
         closing: Closing,
         like: Tensor,
-        in_parts: Callable[[], Awaitable[tuple[Tensor, AveragingState]]],
+        fetch_parts: Callable[[], Awaitable[tuple[Tensor, AveragingState]]],
     ) -> tuple[Tensor, AveragingState]:
-        """Fetch the mean of a round without this server, and the averaging state with which it begins."""
-        return await in_parts()
+        """Fetch the mean of a round in which this joiner has no part, and the averaging state after it."""
+        return await fetch_parts()
 
 
 class JoinChecks:
-    """Checks what a joiner receives from servers of its stage."""
+    """Checks the state, records and members that a joiner receives from its donors; called by `Joiner`."""
 
-    one_donor = False  # one server sends the whole state of the stage
+    one_donor = False  # whether a single server must send the whole state of the stage
 
     def donors(self, servers: Sequence[PeerId], coordinator: PeerId) -> Sequence[PeerId]:
         """Return the servers to ask for the state, in order."""
         return servers
 
     def blame(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
-        """Raise `Unconfirmed` instead of an error that the donor may have caused on purpose."""
+        """Raise `Unconfirmed` in place of an error that false state from the donor may have caused."""
 
     async def check_record(self, record: Record) -> None:
         """Raise `Unconfirmed` if a donor's record is not the decided record."""
 
     async def confirm_members(self, version: int, adopt: Callable[[SeatedMembers], object]) -> bool:
-        """Have the coordinator confirm the run's members; return False if it is at another version."""
+        """Pass the coordinator's list of members to `adopt`; return False if the coordinator is at another version."""
         return True
 
     async def mean_digests(self, closing: Closing, stage_index: int, num_parts: int) -> list[bytes] | UnsetType:
-        """Return digests of the parts of a round's mean that this joiner holds."""
+        """Return digests of the parts of a mean that this joiner holds, for the coordinator to compare."""
         return UNSET
 
 
@@ -132,7 +133,7 @@ class Oversight:
     work: WorkLog = field(default_factory=WorkLog)
     rounds: RoundLog = field(default_factory=RoundLog)
     joining: JoinChecks = field(default_factory=JoinChecks)
-    # Returns the oversight of a coordinator on this server, with the knowledge of its former one.
+    # Makes the oversight of a coordinator on this server, from the oversight of its former coordinator.
     coordinating: Callable[[RunOversight], RunOversight] = lambda _: RunOversight()
 
 
@@ -141,4 +142,4 @@ NO_OVERSIGHT: Final = Oversight()
 Overseer: TypeAlias = (
     "Callable[[ServerContext, StepHandlers, Callable[[], PeerModel]], Callable[[RunSettings], Oversight]]"
 )
-"""Prepares a server's hooks, and returns the function that chooses them by a run's settings."""
+"""Prepares a server's hooks, and returns a function that chooses them by a run's settings."""

@@ -1,4 +1,4 @@
-"""A server's calls in progress, each of which fulfils a ticket; and the wait for them before averaging."""
+"""Runs a server's calls, each of which fulfils a ticket, and delays averaging until they leave the link idle."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class PendingWork:
     def __init__(self, tickets: TicketStore, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         self._tickets = tickets
         self._spawn = spawn
-        self.tasks: dict[str, asyncio.Task[None]] = {}  # ticket name -> task
+        self.tasks: dict[str, asyncio.Task[None]] = {}  # ticket name -> call in progress
         self._begun = asyncio.Event()  # set by each call that starts
 
     def start(self, name: str, key: TicketKey, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start work that fulfils a ticket, to be read with `key`, unless the work is in progress or done."""
+        """Start work that fulfils a ticket, unless it is in progress or done; peers need `key` to fetch the result."""
         if self._tickets.promise(name, with_key(key)):
             task = self.tasks[name] = self._spawn(self._guarded(name, work))
             self._begun.set()
             task.add_done_callback(partial(self._ended, name))
 
-    def of(self, direction: Direction) -> list[asyncio.Task[None]]:
-        """Return the calls of one direction."""
+    def in_direction(self, direction: Direction) -> list[asyncio.Task[None]]:
+        """Return the tasks of all forwards, or of all backwards."""
         return [task for name, task in self.tasks.items() if f"/{direction}@" in name]
 
-    async def next_begins(self, *, within_s: float) -> bool:
+    async def wait_for_next(self, *, within_s: float) -> bool:
         """Wait until another call begins; return False if none does in time."""
         self._begun.clear()
         try:
@@ -67,7 +67,7 @@ class PendingWork:
         await cancel_and_wait(self.tasks.values())
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self.tasks.get(name) is task:  # otherwise it was cancelled, and sent again
+        if self.tasks.get(name) is task:  # otherwise it was cancelled and then sent again
             del self.tasks[name]
 
     async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -76,44 +76,44 @@ class PendingWork:
         except SwarmError as error:
             self._tickets.fail(name, error)
         except Exception as error:
-            if is_out_of_memory(error):  # for tensors in transit; computations handle their own errors
-                self._tickets.fail(name, OutOfMemory(f"there is no memory for {name}: {error}"))
+            if is_out_of_memory(error):  # for received tensors; computations handle such errors themselves
+                self._tickets.fail(name, OutOfMemory(f"this server has too little memory for {name}: {error}"))
                 return
-            # A bug ends this server, and waiting peers must not wait for ever.
+            # This is a bug, which ends the server. Waiting peers must get an error.
             self._tickets.fail(name, SwarmError(f"internal error: {type(error).__name__}: {error}"))
             _log.exception("A call of this server failed: %s", name)
             raise
 
 
-_MAX_STEP_SHARE: Final = 0.5  # longest wait, as a fraction of a step; averaging that takes longer does not wait
+_MAX_STEP_SHARE: Final = 0.5  # longest wait, as a fraction of a step; no wait if averaging itself takes longer
 _IDLE_STEP_SHARE: Final = 0.1  # fraction of a step without a call, after which no call is expected
 _MAX_TIMEOUT_SHARE: Final = 0.25  # longest wait, as a fraction of other peers' timeout
 
 
-# All forwards of a batch come before its first backward, so links are busiest then. The averaging of a late step has
-# time, so it waits for the forwards to end instead of competing for bandwidth.
+# All forwards of a batch precede its first backward, so links are busiest then. The averaging of a late step is not
+# urgent, so it waits for the forwards to end instead of competing for bandwidth.
 class IdleLinkWait:
     """Delays a late step's averaging until a server's link is idle."""
 
     def __init__(self, under_way: PendingWork, *, timeout: float) -> None:
         self._under_way = under_way
         self._timeout = timeout  # seconds that other peers wait for this server's part of a round
-        self._asked_s: float | None = None  # time of the newest call of `wait`, which measures a step
+        self._asked_s: float | None = None  # time of the newest call of `wait`; two calls measure a step
         self.averaging_s = 0.0  # seconds of the newest averaging
 
     async def wait(self) -> None:
         """Wait for the forwards to end, but not too long. Call it once per step."""
-        before_s, self._asked_s = self._asked_s, now_s()
-        if before_s is None:  # the first step, whose duration is unknown
+        previous_s, self._asked_s = self._asked_s, now_s()
+        if previous_s is None:  # the first step, whose duration is unknown
             return
-        step_s = self._asked_s - before_s
+        step_s = self._asked_s - previous_s
         max_wait_s = _MAX_STEP_SHARE * step_s
         if self.averaging_s > max_wait_s:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(max_wait_s, _MAX_TIMEOUT_SHARE * self._timeout)):
-                while not self._under_way.of("backward"):
-                    if forwards := self._under_way.of("forward"):
+                while not self._under_way.in_direction("backward"):
+                    if forwards := self._under_way.in_direction("forward"):
                         await asyncio.wait(forwards)
-                    elif not await self._under_way.next_begins(within_s=_IDLE_STEP_SHARE * step_s):
+                    elif not await self._under_way.wait_for_next(within_s=_IDLE_STEP_SHARE * step_s):
                         return

@@ -16,7 +16,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import number_bytes
 from lightning_swarm.protocol.messages.reports import SampleCosts
 
-_BOTH_WAYS: Final = 3.0  # cost of forward and backward, in forwards: a backward takes twice as much as a forward
+_BOTH_WAYS: Final = 3.0  # FLOP of forward and backward together, relative to a forward
 
 
 # Not torch's `FlopCounterMode`, because its hooks act on the modules of all threads.
@@ -30,7 +30,7 @@ class _FlopCounter(TorchDispatchMode):
     @classmethod
     @override
     def ignore_compile_internals(cls) -> bool:
-        return True  # otherwise a stage would not be compiled in its first forward
+        return True  # otherwise torch would not compile a stage in its first forward
 
     @override
     def __torch_dispatch__(
@@ -44,16 +44,16 @@ class _FlopCounter(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _saved_bytes(own: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-    """Record the bytes of each storage that autograd saves inside, except the storages of `own`."""
-    ignored = {tensor.untyped_storage().data_ptr() for tensor in own}
+def _saved_bytes(parameters: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+    """Record the bytes of each storage that autograd saves inside, except the storages of the parameters."""
+    ignored = {tensor.untyped_storage().data_ptr() for tensor in parameters}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in ignored:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
+        return tensor.detach()  # otherwise a saved output would refer to itself through its own graph
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
@@ -65,10 +65,10 @@ def num_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def measured(
-    run: Callable[[], Any], own: Sequence[Tensor], inputs: Sequence[Tensor], extras: Sequence[Tensor]
+    run: Callable[[], Any], parameters: Sequence[Tensor], inputs: Sequence[Tensor], extras: Sequence[Tensor]
 ) -> tuple[Any, SampleCosts]:
-    """Return the output of `run` and its costs per sample; saved `own` tensors cost nothing."""
-    with _saved_bytes(own) as saved, _FlopCounter() as flops:
+    """Return the output of `run` and its costs per sample; saved parameters take no further memory."""
+    with _saved_bytes(parameters) as saved, _FlopCounter() as flops:
         output = run()
     outputs = serialization.flatten(output)[1]
     num_rows = max((len(tensor) for tensor in inputs if tensor.dim()), default=1) or 1

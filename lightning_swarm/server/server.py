@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Builds and connects the parts of a server; moves all of them to a run's next generation, or out of the run."""
+    """Builds and connects the parts of a server; moves them to a run's next generation, or out of the run."""
 
     def __init__(self, context: ServerContext, model: PeerModel) -> None:
         self._transport, self._tickets, self._executor = context.transport, context.tickets, context.executor
@@ -87,10 +87,10 @@ class Server:
             return None
         run, device = self.membership.run, self.admission.model.device
         stages = run.manifest.stages
-        # The stage with the layers around the pipeline, which trainers compute; None: there are none.
+        # The stage of the layers around the pipeline, which trainers compute; None if there are no such layers.
         around = next((index for index, stage in enumerate(stages) if stage.on_trainers), None)
         parameters_around = stages[around].parameters if around is not None else []
-        # `num_samples` of the calls counts a sample once in each pipelined stage here.
+        # `calls.num_samples` counts a sample once in each pipelined stage here.
         num_pipelined = sum(index != around for index in self.steps.stages)
         return ServerReport(
             lead=run.manifest.lead,
@@ -107,7 +107,7 @@ class Server:
             around_parameters=sum(math.prod(shape) for _, shape, _ in parameters_around),
             machine=_describe_machine(device),
             peak_bytes=peak_bytes(device),
-            newest=_newest(run.newest),
+            newest=_newest_step(run.newest),
             compression=run.manifest.settings.compression,
             arithmetic=self.steps.sums.arithmetic,
         )
@@ -115,34 +115,33 @@ class Server:
     # ------------------------------------------------------------------ the next generation, and out
 
     async def step_out(self, *, keeps_snapshots: bool = False) -> None:
-        """Leave the run after a record without this server; keep a stage, with which it can join again."""
+        """Leave the run after a record that excludes this server; keep its stages, with which it can join again."""
         run = self.membership.run_or_none
-        # The next run may admit this server only when nothing of this run is left, not even a job on the compute
-        # thread.
+        # The next run may admit this server only when this run has no job left here, even on the compute thread.
         async with self.admission.transition:
             if run is None or run is not self.membership.run_or_none:
                 return
             holders = [len(roster) for roster in run.rosters]
-            await self.admission.step_out()  # from now on, calls of the run are refused
+            await self.admission.step_out()  # refuses calls of the run from now on
             await self.calls.under_way.abort_all()
             await self.steps.rounds.close()  # before dropping its tickets: the next run may reuse their names
-            self.calls.discard_results("g")  # all results: their names begin with the generation
+            self.calls.discard_results("g")  # all results, whose names begin with "g" and the generation
             self.sessions.discard()
             stages = await self.steps.leave_run()
             self.donor.enter_generation()  # drops its followers
-            if not keeps_snapshots:  # otherwise this server soon joins the same run again
+            if not keeps_snapshots:  # if kept, this server soon joins the same run again
                 self.snapshots.discard()
             self.joiner.rejoin_with(stages, holders)
 
     async def release(self) -> None:
-        """Leave a run that is void here; then this server may be admitted to a run, or join a run, as at its start."""
+        """Leave a run for good, so that this server may be admitted to a run or join a run, as at its start."""
         await self.step_out()
         self.membership.trains_in = None  # peers of that run may not end this peer any more
         self.voter.void_promises()
 
     async def _handle_release(self, caller: PeerId, request: ReleaseRequest) -> None:
-        """Leave the run, which rolls back, to be admitted to its next generation. The trainer here rolls back, too."""
-        if self.membership.has_run:  # otherwise the call is a repetition
+        """Leave a run that rolls back, to be admitted to its next generation; the trainer here rolls back, too."""
+        if self.membership.has_run:  # otherwise this is a repeated call
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
             await self.release()
@@ -165,13 +164,13 @@ class Server:
             self.snapshots.discard()
 
     def _on_decided(self, record: Record, gradients: Mapping[int, Tensor], written: WrittenByStage) -> None:
-        """Notify the parts of an applied record, and free what only its step needed."""
+        """Report an applied record to the other parts, and free the results of its step."""
         self.calls.discard_results(f"g{record.closing.generation}.s{record.step}.")
         self.admission.on_record(record)
         self.donor.keep_record(record, gradients, written)
         if (work := self.snapshots.on_record(record)) is not None:
             self._tasks.spawn(work)
-        if gradients.keys() - set(self.steps.stages):  # a stage was given up
+        if gradients.keys() - set(self.steps.stages):  # this server released a stage
             model, manifest, served = self.admission.model, self.membership.run.manifest, self.steps.stages
             # Queue the job now, so that memory is freed before another stage is built here.
             self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
@@ -180,11 +179,11 @@ class Server:
         _log.error("This server leaves the run: %s", failure)
         self.admission.failure = failure
         self._tasks.spawn(self.step_out())
-        self.admission.election.behind.set()  # wakes the task that waits for this server's end
+        self.admission.election.behind.set()  # wakes the task that waits for the end of this server
 
 
-async def _awaited(done: asyncio.Future[Any]) -> None:
-    await done
+async def _awaited(job: asyncio.Future[Any]) -> None:
+    await job
 
 
 def _held(stage: Stage, manifest: StageManifest) -> HeldStage:
@@ -200,7 +199,7 @@ def _held(stage: Stage, manifest: StageManifest) -> HeldStage:
     )
 
 
-def _newest(record: Record | None) -> StepReport | None:
+def _newest_step(record: Record | None) -> StepReport | None:
     """Report the batches of the newest step; None if no step was decided, or the newest step counted no batch."""
     if record is None or not record.closing.batches:
         return None
@@ -229,14 +228,14 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
     try:
-        # Not by `getrusage`, where a child process begins with its parent's peak.
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        return int(found[1]) * 1024 if found else None
+        # Not from `getrusage`, where a child process begins with its parent's peak.
+        match = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(match[1]) * 1024 if match else None
     except OSError:  # not Linux
         return None
 
 
 def describe_peak(device: torch.device) -> str:
-    """Return `peak_bytes` as a sentence behind a space; an empty text if it is unknown."""
+    """Return a space and a sentence with `peak_bytes`, or an empty text if it is unknown."""
     num_bytes = peak_bytes(device)
     return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""

@@ -28,8 +28,8 @@ from lightning_swarm.server.optimizer import StageOptimizer
 
 _SMOOTHING: Final = 0.05  # weight of the newest microbatch
 _STEP_SMOOTHING: Final = 0.3  # weight of the newest step
-_MAX_REFUSED: Final = 3  # microbatches in a row, because a single one may be unusually long
-_MIN_MEASURED: Final = 4  # microbatches before a rate is reported: during the first, libraries load and compile
+_MAX_REFUSED: Final = 3  # failed microbatches in a row; a single one may be unusually long
+_MIN_MEASURED: Final = 4  # microbatches before a rate is reported, because libraries load and compile during the first
 
 
 class StageLoad:
@@ -41,15 +41,15 @@ class StageLoad:
         self._busy_share = MovingAverage(_STEP_SMOOTHING)
         self._busy_in_step_s = 0.0
         self._step_began_s: float | None = None
-        self._num_refused = 0  # microbatches without enough memory, since the last success
+        self._num_refused = 0  # microbatches since the last success for which memory was too small
 
     def count_refusal(self) -> None:
-        """Count a microbatch for which this server has no memory."""
+        """Count a microbatch for which this server has too little memory."""
         self._num_refused += 1
 
     @property
     def lacks_memory(self) -> bool:
-        """True if there is no memory for one microbatch of the stage."""
+        """True if this server has too little memory for a single microbatch of the stage."""
         return self._num_refused >= _MAX_REFUSED
 
     def count_samples(self, num_samples: int, *, busy_s: float, queued: int) -> None:
@@ -66,25 +66,25 @@ class StageLoad:
         self._step_began_s, self._busy_in_step_s = now_s, 0.0
 
     def note_step(self, *, now_s: float) -> None:
-        """End a step, measure its busy share, and begin the next step."""
+        """Measure the busy share of the step that ends, and begin the next step."""
         if (share := self._so_far(now_s)) is not None:
             self._busy_share.measure(share)
         self.start_step(now_s=now_s)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of computing, forward and backward, of recent microbatches; None until a few ran."""
+        """Recent samples per second of computing time, forward plus backward; None until a few microbatches ran."""
         num_samples, busy_s = self._num_samples.value, self._busy_s.value
         return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _MIN_MEASURED else None
 
     @property
     def microbatch_size(self) -> float | None:
-        """Samples in the last microbatches; None before the first."""
+        """Mean number of samples in recent microbatches; None before the first."""
         return self._num_samples.value
 
     @property
     def queued(self) -> float:
-        """Jobs that waited when the last microbatches were done."""
+        """Mean number of jobs that waited when recent microbatches ended."""
         return self._queued.value or 0.0
 
     def busy_share(self, *, now_s: float) -> float | None:
@@ -97,99 +97,99 @@ class StageLoad:
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
 
-# A step of the optimizer writes into other memory than that of the weights before the step. So a microbatch whose
-# backward is still pending finds the weights of its forward, and each step costs one copy.
+# Before a step, parameters are copied to other memory, where the optimizer steps them. Microbatches whose backward is
+# pending can then still compute with the weights of their forward.
 class WeightVersions:
-    """Two versions of some parameters: the newest in the parameters themselves, and the version before."""
+    """Two versions of some parameters: the newest, in the parameters themselves, and the previous version."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._own = parameters  # name -> parameter
-        self._before: dict[str, Tensor] = {}  # name -> value before the last step
-        self._elsewhere: dict[str, Tensor] = {}  # name -> the same, if another stage here keeps it
+        self._parameters = parameters  # name -> parameter
+        self._previous: dict[str, Tensor] = {}  # name -> value before the last step
+        self._previous_shared: dict[str, Tensor] = {}  # name -> the same, kept by another stage here
         self._spare: dict[str, Tensor] = {}  # name -> memory for a later version
-        self.has_before = False
+        self.has_previous = False
 
     @torch.no_grad()
-    def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions]) -> None:
-        """Begin a version with the present weights; only parameters in `names` may change before the next version.
+    def begin_version(self, names: Collection[str], sharing: Mapping[str, WeightVersions]) -> None:
+        """Keep the present weights as the previous version; until the next call, only parameters in `names` may change.
 
-        `elsewhere` has the versions of other stages here that share some of these parameters, and have begun theirs.
+        `sharing` has the versions of other stages here that share some of these parameters and have begun this version.
         """
-        self._spare.update(self._before)
-        self._before, self._elsewhere = {}, {}
+        self._spare.update(self._previous)
+        self._previous, self._previous_shared = {}, {}
         for name in names:
-            if name in elsewhere:
-                there = elsewhere[name]
-                self._elsewhere[name] = (there._before | there._elsewhere)[name]
+            if name in sharing:
+                other = sharing[name]
+                self._previous_shared[name] = (other._previous | other._previous_shared)[name]
                 continue
-            own, spare = self._own[name], self._spare.pop(name, None)
-            newest = torch.empty_like(own.data) if spare is None else spare
-            newest.copy_(own.data)
-            self._before[name], own.data = own.data, newest
-        self.has_before = True
+            parameter, spare = self._parameters[name], self._spare.pop(name, None)
+            newest = torch.empty_like(parameter.data) if spare is None else spare
+            newest.copy_(parameter.data)
+            self._previous[name], parameter.data = parameter.data, newest
+        self.has_previous = True
 
-    def before(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the parameters hold the version before."""
-        return _holding(self._own, self._before | self._elsewhere)
+    def previous(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the parameters hold the previous version."""
+        return _holding(self._parameters, self._previous | self._previous_shared)
 
 
 @contextlib.contextmanager
-def _holding(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put other values into tensors within the context, and restore their own afterwards."""
-    before = {name: own[name].data for name in values}
+def _holding(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other values into tensors within the context, and restore the original values afterwards."""
+    original = {name: tensors[name].data for name in values}
     try:
         for name, value in values.items():
-            own[name].data = value
+            tensors[name].data = value
         yield
     finally:
-        for name, value in before.items():
-            own[name].data = value
+        for name, value in original.items():
+            tensors[name].data = value
 
 
 @dataclass
 class StageGeneration:
-    """The state of a stage, beside weights and optimizer, that ends with a generation of the run."""
+    """A stage's state that ends with a generation of the run, in addition to weights and optimizer."""
 
     sums: dict[int, GradientSum] = field(default_factory=dict)  # step -> sum
-    carried: AveragingState = field(default_factory=AveragingState)  # averaging state of the last step, for the next
-    evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # their number, and the weights by name
+    carried: AveragingState = field(default_factory=AveragingState)  # averaging state that one step leaves to the next
+    evaluation_weights: tuple[int, dict[str, Tensor]] | None = None  # number, and name -> weight
 
 
 class StateHash:
-    """Hashes a stage's weights, buffers and optimizer state. After a step, it does so piece by piece, while idle."""
+    """Hashes a stage's weights, buffers and optimizer state: after each step, piece by piece, while idle."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        # Identities of the tensors after a step, and their fingerprint.
-        self._begun_ahead: tuple[object, Fingerprint] | None = None
+        # The hash that is in progress after a step: identities of the tensors, and their fingerprint.
+        self._in_progress: tuple[object, Fingerprint] | None = None
 
     def begin(self) -> None:
         """Begin to hash the state after a step."""
-        self._begun_ahead = self._begun()
+        self._in_progress = self._new_fingerprint()
 
     def clear(self) -> None:
-        """Drop what was begun, and the tensors that it refers to."""
-        self._begun_ahead = None
+        """Drop the hash in progress, and the tensors that it refers to."""
+        self._in_progress = None
 
     def advance(self) -> bool:
         """Hash one more piece; return whether more is left."""
-        return self._begun_ahead is not None and self._begun_ahead[1].advance()
+        return self._in_progress is not None and self._in_progress[1].advance()
 
     def fingerprint(self) -> int:
-        """Return the hash; finish the one that was begun, unless a tensor has changed since."""
-        before, (identities, taken) = self._begun_ahead, self._begun()
-        return (before[1] if before is not None and before[0] == identities else taken).finish()
+        """Return the hash: finish the hash in progress, or hash all tensors again if one has changed since."""
+        in_progress, (identities, new) = self._in_progress, self._new_fingerprint()
+        return (in_progress[1] if in_progress is not None and in_progress[0] == identities else new).finish()
 
     def prove(self, challenge: int) -> int:
         """Return the hash under a challenge other than 0."""
-        return proof(self._held(), challenge)
+        return proof(self._tensors(), challenge)
 
-    def _begun(self) -> tuple[object, Fingerprint]:
-        """Return identities that change if a tensor is replaced or written to, and a begun fingerprint."""
-        held = self._held()
-        return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
+    def _new_fingerprint(self) -> tuple[object, Fingerprint]:
+        """Return identities that change if a tensor is replaced or written to, and a fingerprint not yet computed."""
+        tensors = self._tensors()
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors], Fingerprint(tensors)
 
-    def _held(self) -> list[Tensor]:
+    def _tensors(self) -> list[Tensor]:
         """Return weights, buffers and the tensors of the optimizer's state."""
         state = serialization.flatten(list(self._stage.optimizer.state().values()))[1]
         return [*self._stage.module.named_stage_tensors().values(), *state]
@@ -206,19 +206,19 @@ class Stage:
         *,
         version: int = 0,
         codecs: Codecs = PLAIN,
-        keeps_before: bool = False,
+        keeps_previous: bool = False,
         exact: bool = False,
     ) -> None:
         self.module, self.device = module, device
         self.index, self.on_trainers = module.spec.index, module.spec.on_trainers
         self.version, self.codecs = version, codecs
-        self.exact = exact  # sums gradients in fixed point, independent of the order
+        self.exact = exact  # sums gradients in fixed point, so the order of adding does not matter
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer
         self.selection: Selection | None = None  # trained parameters and their groups; None: none train
-        self._versions = WeightVersions(self.parameters) if keeps_before else None  # None: only the newest is kept
+        self._versions = WeightVersions(self.parameters) if keeps_previous else None  # None: keep only the newest
         self.generation = StageGeneration()
         self.state_hash = StateHash(self)
         self._spare: GradientSum | None = None  # an empty sum, for the next step that opens
@@ -289,17 +289,17 @@ class Stage:
     @property
     def oldest(self) -> int:
         """The oldest version whose weights are here."""
-        return self.version - (self._versions is not None and self._versions.has_before)
+        return self.version - (self._versions is not None and self._versions.has_previous)
 
     def at(self, version: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context with the weights of a version: the newest, or the version before if it is kept."""
+        """Return a context with the weights of a version: the newest, or the previous version if it is kept."""
         if version == self.oldest < self.version and self._versions is not None:
-            return self._versions.before()
+            return self._versions.previous()
         self.check_version(version)
         return contextlib.nullcontext()
 
     def enter_generation(self, version: int, selection: Selection | None) -> None:
-        """Begin anew at `version`. Weights and optimizer state are loaded later."""
+        """Reset the stage to `version`. Weights and optimizer state are loaded later."""
         self.version = version
         self.generation = StageGeneration()
         self.state_hash.clear()
@@ -318,31 +318,31 @@ class Stage:
         num_groups, num_given = selection.num_groups if selection is not None else 0, len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
-        if wrong := self.optimizer.unfit(record.hyperparameters):
-            raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {wrong}")
+        if wrong := self.optimizer.incompatible(record.hyperparameters):
+            raise ProtocolError(f"hyperparameters keep their types, and record {record.step} changes those of {wrong}")
 
     def apply(
-        self, record: Record, mean_gradient: Tensor, touched: Sequence[bool], *, before: Sequence[Stage] = ()
+        self, record: Record, mean_gradient: Tensor, touched: Sequence[bool], *, applied: Sequence[Stage] = ()
     ) -> None:
         """Apply a record, ``v_{k+1} = f(v_k, record)``; nothing else changes weights and optimizer state.
 
         The mean gradient has `mean_length` elements, and the same bytes on every replica. `touched` states for each
         trainable parameter whether any microbatch had a gradient for it: optimizers skip the rest, as on one machine.
-        `before` are the stages here that have applied the record already, and so have stepped the parameters that they
+        `applied` are the stages here that have applied the record already, and so have stepped the parameters that they
         share with this stage.
         """
         if record.change.selection is not None:
             self.select(record.change.selection)
         self.check_applies(record)
-        mean_gradient, statistics = self._apart(mean_gradient)
+        mean_gradient, statistics = self._split_statistics(mean_gradient)
         if statistics is not None and bool(statistics.isfinite().all()):
             self.statistics.set(statistics, record.step)
         applies = record.outcome == "apply"
-        own, names = self.parameters, self.trainable_names
-        stepped = {name: other for other in before for name in names if other.parameters.get(name) is own[name]}
+        parameters, names = self.parameters, self.trainable_names
+        stepped = {name: other for other in applied for name in names if other.parameters.get(name) is parameters[name]}
         if self._versions is not None:
-            elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
-            self._versions.turn(names if applies else (), elsewhere)
+            sharing = {name: other._versions for name, other in stepped.items() if other._versions is not None}
+            self._versions.begin_version(names if applies else (), sharing)
         sum_ = self.sum_of(record.step)
         self.state_hash.clear()  # frees the tensors that the step replaces
         if applies:
@@ -351,7 +351,7 @@ class Stage:
             gradients.update(dict.fromkeys(stepped))  # None: another stage has stepped these parameters
             portable = self.index in (record.portable or ())
             self.optimizer.step(gradients, record.clip_factor, record.hyperparameters, portable=portable)
-            for other in before:
+            for other in applied:
                 self.optimizer.share(other.optimizer)
         self.version += 1
         self.state_hash.begin()
@@ -366,23 +366,23 @@ class Stage:
 
     def fingerprints(self) -> dict[str, int]:
         """Return a fingerprint of each weight and buffer, and of each parameter's optimizer state."""
-        held = {name: [tensor] for name, tensor in self.module.named_stage_tensors().items()}
-        state = {f"optimizer state of {name}": own for name, own in self.optimizer.state().items()}
-        held.update((name, serialization.flatten(own)[1]) for name, own in state.items())
-        return {name: fingerprint(tensors) for name, tensors in held.items()}
+        parts = {name: [tensor] for name, tensor in self.module.named_stage_tensors().items()}
+        for name, state in self.optimizer.state().items():
+            parts[f"optimizer state of {name}"] = serialization.flatten(state)[1]
+        return {name: fingerprint(tensors) for name, tensors in parts.items()}
 
     @property
     def mean_length(self) -> int:
-        """The number of elements of a round's result: the mean gradient, and behind it the running statistics."""
+        """The number of elements of a round's result: the mean gradient, followed by the running statistics."""
         like = self.next_sum.like
         return like.numel() + self.statistics.length * torch.float64.itemsize // like.itemsize
 
     def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
-        """Append running statistics to a mean gradient, bit by bit in its dtype: the vector that a round returns."""
+        """Append running statistics to a mean gradient, reinterpreted in its dtype: the vector that a round returns."""
         return torch.cat([mean_gradient, statistics.view(mean_gradient.dtype).to(mean_gradient.device)])
 
-    def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split a result of `with_statistics`; None: the stage has no running statistics."""
+    def _split_statistics(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Undo `with_statistics`; None: the stage has no running statistics."""
         if not self.statistics:
             return mean, None
         length = self.next_sum.like.numel()
@@ -391,16 +391,16 @@ class Stage:
     # ------------------------------------------------------------------ state
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers by their names in the model's state dict. Shared memory, not copies."""
+        """Return parameters and buffers, not copied, by their names in the model's state dict."""
         return {name: tensor.detach() for name, tensor in self.module.named_stage_tensors().items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Overwrite parameters and buffers; refuse other names, shapes or dtypes, and then change nothing."""
+        """Overwrite parameters and buffers; if a name, shape or dtype differs, raise and change nothing."""
         for name, tensor in self._check_weights(weights).items():
             tensor.copy_(weights[name])
 
     def set_evaluation_weights(self, number: int, weights: dict[str, Tensor]) -> None:
-        """Keep weights for evaluations under `number`; without weights, drop the weights of that number."""
+        """Keep weights for evaluations under `number`; if `weights` is empty, drop those of that number."""
         if not weights:
             self.check_evaluation_weights(number)
             self.generation.evaluation_weights = None
@@ -416,9 +416,9 @@ class Stage:
 
     def evaluation_weights(self, number: int) -> dict[str, Tensor]:
         """Return the evaluation weights of a number; raise `TicketGone` if they are not here."""
-        here, weights = self.generation.evaluation_weights or (0, {})
-        if number != here:
-            raise TicketGone(f"stage {self.index} has no evaluation weights {number}; it has {here or None}")
+        kept_number, weights = self.generation.evaluation_weights or (0, {})
+        if number != kept_number:
+            raise TicketGone(f"stage {self.index} has no evaluation weights {number}; it has {kept_number or None}")
         return weights
 
     def holding(self, number: int) -> contextlib.AbstractContextManager[None]:
@@ -445,7 +445,7 @@ class Stage:
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load optimizer state, bit for bit as `StageOptimizer.state` returned it; refuse another stage's state."""
         unknown = sorted(state.keys() - self.parameters.keys())
-        are_dicts = (isinstance(own, dict) and isinstance(own.get(GROUP, {}), dict) for own in state.values())
+        are_dicts = (isinstance(each, dict) and isinstance(each.get(GROUP, {}), dict) for each in state.values())
         if unknown or not all(are_dicts):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
         self.optimizer.load_state(state)

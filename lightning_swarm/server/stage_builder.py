@@ -41,7 +41,7 @@ class ComputeSettings:
 
 
 class PeerModel:
-    """A peer's own copy of the model: a LightningModule (or any module), after `configure_model`."""
+    """A peer's own copy of the model: a LightningModule, or any other module, after `configure_model`."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class PeerModel:
         initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
-        remove_hooks(module)  # hooks of boundary layers, which stages call themselves
+        remove_hooks(module)  # those of boundary layers, because stages call these layers themselves
         self.blocks = blocks  # the blocks between which the model is cut
-        # The user's optimizer over `module`'s parameters; gets the run's number of steps, if that is known.
+        # Makes the user's optimizer over `module`'s parameters, given the run's number of steps; None: unknown.
         self._optimizer = optimizer
         self._template: OptimizerTemplate | None = None
         self.device = settings.device
         self._compiler = settings.compiler
         self.offloads = settings.offload and settings.device.type != "cpu"
         self.initial_weights = initial_weights  # a stage's initial tensors, at the peer that starts a run
-        self._foreign: frozenset[int] = frozenset()  # ids of tensors that belong to another module
-        # The user's optimizer, whose parameters follow `_replace` because user code may hold and use it later.
+        self._shared_ids: frozenset[int] = frozenset()  # ids of tensors that still belong to another module
+        # The user's optimizer. User code may use it later, so `_replace` also replaces its parameters.
         self._built_optimizer: weakref.ref[Optimizer] | None = None
 
     @property
@@ -72,12 +72,12 @@ class PeerModel:
         return arithmetic_of(self.device, offloads=self.offloads)
 
     def twin(self) -> PeerModel:
-        """Return a model with a copy of the module, whose stages get their own tensors when they are built."""
+        """Return a model with a copy of the module; it shares this model's tensors until its stages are built."""
         module, blocks = partition.twin_of(self._module, self.blocks)
         copy_first_values(module, self._module)
         settings = ComputeSettings(self.device, self._compiler, self.offloads)
         model = PeerModel(module, blocks, self._optimizer, settings, initial_weights=self.initial_weights)
-        model._foreign = frozenset(map(id, (*module.parameters(), *module.buffers())))
+        model._shared_ids = frozenset(map(id, (*module.parameters(), *module.buffers())))
         return model
 
     def build_stages(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
@@ -90,7 +90,7 @@ class PeerModel:
             StageManifest(
                 first_block=blocks.start,
                 end_block=blocks.stop,
-                parameters=[(own.name, list(own.shape), own.dtype) for own in stage.spec.parameters],
+                parameters=[(each.name, list(each.shape), each.dtype) for each in stage.spec.parameters],
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
                 statistics=RunningStatistics(stage).length or UNSET,
@@ -100,43 +100,43 @@ class PeerModel:
         ]
 
     def _constants(self, stage: StageModule) -> dict[str, list[float]]:
-        """Return values that all peers must build alike, without tensors of trainers' layers, which may change."""
+        """Return values that all peers must build alike, without tensors of trainers' own layers, which may change."""
         if not stage.spec.on_trainers:
             return constants(stage.named_block_modules())
         inside = {id(module) for block in self.blocks.modules for module in block.modules()}
         return built_numbers((name, m) for name, m in self._module.named_modules() if name and id(m) not in inside)
 
     def check(self, manifest: Manifest) -> None:
-        """Raise a `ConfigError` that names the first difference if the run has another model."""
+        """Adopt the run's boundary layers; raise `ConfigError` with the first difference from the run's model."""
         if manifest.is_whole:
             self.blocks = partition.no_blocks(self._module)
-        # Give the module the run's boundary layers.
         adopt_layers(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
         remove_hooks(self._module)
         num_blocks = len(self.blocks.modules)
         if any(stage.end_block > num_blocks for stage in manifest.stages):
             ends = [stage.end_block for stage in manifest.stages][:5]
-            raise _other_model(f"this one has {num_blocks} blocks, the run's stages end at {ends}")
+            raise _other_model(f"this peer has {num_blocks} blocks, and the run's stages end at {ends}")
         own_stages = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
-        kinds = [[stage.on_trainers for stage in stages] for stages in (own_stages, manifest.stages)]
-        if kinds[0] != kinds[1]:
-            raise _other_model(f"its stages are on the trainers as in {kinds[0]} here, as in {kinds[1]} there")
+        here, there = ([stage.on_trainers for stage in stages] for stages in (own_stages, manifest.stages))
+        if here != there:
+            raise _other_model(f"trainers compute the stages marked in {here} here, and in {there} in the run")
         for index, (own, theirs) in enumerate(zip(own_stages, manifest.stages, strict=True)):
             if own.statistics != theirs.statistics:
-                numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there"
+                numbers = f"{own.statistics or 0} numbers here and {theirs.statistics or 0} in the run"
                 raise _other_model(f"the batch norms of stage {index} keep {numbers}")
             if own.parameters != theirs.parameters:
-                here, there = ({(name, tuple(s), dtype) for name, s, dtype in one.parameters} for one in (own, theirs))
-                raise _other_model(f"stage {index} differs in {sorted({name for name, _, _ in here ^ there})[:5]}")
+                specs = [{(name, (*s,), dtype) for name, s, dtype in each.parameters} for each in (own, theirs)]
+                different = sorted({name for name, _, _ in specs[0] ^ specs[1]})
+                raise _other_model(f"stage {index} differs in {different[:5]}")
             if names := differing(own.constants or {}, theirs.constants or {}):
                 raise _other_model(
                     f"{few(sorted(names))}, which is no weight or buffer and so is not sent, has other values here. "
-                    "Draw it after `seed_everything`, or make it a buffer, by `register_buffer`"
+                    "Draw it after `seed_everything`, or make it a buffer with `register_buffer`"
                 )
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
-        """Build the stages that this peer serves; they compute once weights are loaded. Raises as `check` does."""
-        if self.device.type == "cuda":  # blocks may ask for "cuda"; Lightning does this on its own thread
+        """Build the stages that this peer serves, without their weights; raise `ConfigError` as `check` does."""
+        if self.device.type == "cuda":  # for blocks with the device "cuda"; Lightning sets it on its own thread only
             torch.cuda.set_device(self.device)
         self.check(manifest)
         modules = self.build_stages(ranges_of(manifest.stages))
@@ -145,15 +145,15 @@ class PeerModel:
             self._freeze(set(manifest.selection.frozen))
             self._template = self._template or self._make_template(manifest)
         self._free_all_but(modules, served)
-        # Allocate tensors that were freed for an earlier run, never made, or belong to another module. Values come with
-        # the run's weights.
+        # Allocate tensors that were freed in an earlier run, were never made, or belong to another module. The run's
+        # weights are loaded into them later.
         built = [module for module in modules if module.spec.index in served]
         self.fill({id(tensor) for module in built for tensor in module.named_stage_tensors().values()})
         # One optimizer per stage, because stages move apart with their parameter groups.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
-    def borrowed(self, manifest: Manifest, index: int) -> Stage:
-        """Build a stage that this peer does not serve, with tensors of its own; its weights are loaded later."""
+    def build_borrowed(self, manifest: Manifest, index: int) -> Stage:
+        """Build a stage that this peer does not serve, with its own tensors; weights are loaded later."""
         twin = self.twin()
         twin._template = self._template
         return twin.build(manifest, [index])[index]
@@ -167,28 +167,28 @@ class PeerModel:
         optimizer = self._optimizer(manifest.total_steps)
         if manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
             raise ConfigError(
-                f"every peer must build the optimizer of the run, which is {manifest.optimizer}; this one builds "
+                f"every peer must build the optimizer of the run, {manifest.optimizer}; this peer builds "
                 f"{kind_of(optimizer)}. Start all peers with the same script, versions and settings."
             )
-        if not self._foreign:
+        if not self._shared_ids:
             self._built_optimizer = weakref.ref(optimizer)
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         return OptimizerTemplate(optimizer, names)
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
-        """Return a stage with its own optimizer, by the settings of the run."""
+        """Return a stage with its own optimizer and the settings of the run."""
         if self._compiler is not None and not module.spec.on_trainers:
             module.compile_by(self._compiler)
         parameters = dict(module.named_stage_parameters())
         optimizer = self._template.cut(parameters) if self._template and manifest.selection is not None else None
-        clip_value, delays = manifest.gradient_clip_value, manifest.settings.delay_optimizer_step
+        clip, delays = manifest.gradient_clip_value, manifest.settings.delay_optimizer_step
         stage = Stage(
             module,
-            StageOptimizer(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
+            StageOptimizer(optimizer, parameters, clip_value=clip, offload=self.offloads, separate_objects=delays),
             self.device,
             version=manifest.first_step,
             codecs=Codecs.of(manifest.settings.compression),
-            keeps_before=delays,
+            keeps_previous=delays,
             exact=manifest.settings.deterministic,
         )
         if manifest.selection is not None:
@@ -204,35 +204,35 @@ class PeerModel:
     def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
         """Move the other stages' parameters to the meta device."""
         parameters = {stage.spec.index: dict(stage.named_stage_parameters()).values() for stage in stages}
-        own = {id(parameter) for index in served for parameter in parameters[index]}
-        every = {id(parameter): parameter for others in parameters.values() for parameter in others}
+        kept = {id(parameter) for index in served for parameter in parameters[index]}
+        every = {id(parameter): parameter for of_stage in parameters.values() for parameter in of_stage}
         self._replace(
             {
                 key: nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                 for key, parameter in every.items()
-                if key not in own
+                if key not in kept
             }
         )
 
     def fill(self, ids: Collection[int] | None = None) -> None:
-        """Allocate tensors that lack memory of their own, all or by their ids; their values are loaded later."""
+        """Allocate the tensors without memory of their own, or those with these ids; their values are loaded later."""
         tensors = {id(tensor): tensor for tensor in (*self._module.parameters(), *self._module.buffers())}
-        lacking = {key for key, tensor in tensors.items() if tensor.is_meta or key in self._foreign}
+        lacking = {key for key, tensor in tensors.items() if tensor.is_meta or key in self._shared_ids}
         wanted = lacking if ids is None else lacking.intersection(ids)
-        self._replace({key: self._own(tensors[key]) for key in wanted})
+        self._replace({key: self._allocated(tensors[key]) for key in wanted})
 
     def _replace(self, replaced: Mapping[int, Tensor]) -> None:
-        """Replace tensors, given by the ids of the old tensors."""
+        """Replace tensors: id of the old tensor -> new tensor."""
         put_tensors(self._module, replaced)
         if self._built_optimizer is not None and (optimizer := self._built_optimizer()) is not None:
             replace_parameters(optimizer, {key: new for key, new in replaced.items() if isinstance(new, nn.Parameter)})
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def _allocated(self, tensor: Tensor) -> Tensor:
         """Return a tensor with memory of its own: a copy, or NaN (0 for integers) if it is on meta."""
         if not tensor.is_meta:
             return copy.deepcopy(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
-        nothing = float("nan") if tensor.is_floating_point() else 0
-        made = torch.full_like(tensor, nothing, device=self.device)
+        filler = float("nan") if tensor.is_floating_point() else 0
+        made = torch.full_like(tensor, filler, device=self.device)
         return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 

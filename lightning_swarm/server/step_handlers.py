@@ -1,4 +1,4 @@
-"""A server's part in a step: begin it with a change, drop struck batches, freeze, apply the decided record."""
+"""A server's part in a step: it applies a change, drops struck batches, freezes, and applies the decided record."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from lightning_swarm.server.stage import Stage
 class StepHandlers:
     """Answers the coordinator's calls by which a server's stages advance from record to record."""
 
-    # Called with each applied record, its mean gradients of the stages here, and the weights written before it.
+    # Called with each applied record, the mean gradients of the stages here, and the weights written before the step.
     on_decided: Callable[[Record, Mapping[int, Tensor], WrittenByStage], None]
     on_failed: Callable[[StepError], None]  # called if this server's stages become unusable
-    on_fenced: Callable[[str], None]  # called with the prefix of the names of a struck batch's calls
+    on_fenced: Callable[[str], None]  # called with the name of a struck batch, with which its calls' names begin
 
     def __init__(self, context: ServerContext) -> None:
         transport = context.transport
@@ -46,7 +46,7 @@ class StepHandlers:
         self.began_s = 0.0  # time when this server entered the run, on the monotonic clock
         self.sums = GradientSums(context.membership)
         self.rounds = AveragingRounds(context, self.sums)
-        context.executor.while_idle(self.sums.look_ahead)
+        context.executor.while_idle(self.sums.hash_while_idle)
         SETTLE.serve(transport, self._handle_settle)
         FENCE.serve(transport, self._handle_fence)
         FREEZE.serve(transport, self._handle_freeze)
@@ -67,7 +67,7 @@ class StepHandlers:
         return stages
 
     async def enter_generation(self) -> None:
-        """Begin the run's next generation: no job of the old generation may change a stage any more."""
+        """Begin the run's next generation; afterwards, no job of the old generation changes a stage."""
         self.rounds.discard_round()
         self.sums.next.change = NO_CHANGE
         # On the compute thread, after the running job; later jobs check the generation first.
@@ -106,24 +106,24 @@ class StepHandlers:
         weight: float,
         seen: Tensor | None = None,
     ) -> None:
-        """Add a batch's gradients for the parameters that this peer holds as a trainer, once; see `GradientSums.add`.
+        """Add a batch's gradients of layers around the pipeline, which this trainer computed; see `GradientSums.add`.
 
-        In the batch's key ``index`` and ``call`` are 0. A parameter may be left out or have None for its gradient.
-        `seen` are the batch norm statistics.
+        The key has 0 for ``index`` and ``call``. Gradients may be missing or None. `seen` are the
+        statistics of batch norms.
         """
         stage = self.stage(index)
-        found = [gradients.get(name) for name in stage.trainable_names]
+        in_order = [gradients.get(name) for name in stage.trainable_names]
         origin = Origin(weight, self._membership.me.peer_id)
-        await self._compute(lambda: self.sums.add(stage, key, found, origin, seen))
+        await self._compute(lambda: self.sums.add(stage, key, in_order, origin, seen))
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Copy a stage's weights of a version, or of the newest; return the version and the copies."""
         stage = self.stage(index)
 
         def copy() -> tuple[int, dict[str, Tensor]]:
-            found = stage.version if version is None else version
-            with stage.at(found):
-                return found, {name: tensor.clone() for name, tensor in stage.weights().items()}
+            copied_version = stage.version if version is None else version
+            with stage.at(copied_version):
+                return copied_version, {name: tensor.clone() for name, tensor in stage.weights().items()}
 
         return await self._compute(copy)
 
@@ -136,18 +136,20 @@ class StepHandlers:
                 await self._applied.wait_for(lambda: not self._membership.has_run or self.version >= version)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"version {version} must come in {self._timeout:g} s, and this peer is at version {self.version}. Ask "
-                "another peer of the stage; if records take longer, raise `Limits.call_timeout`."
+                f"this peer must reach version {version} in {self._timeout:g} s, but is at version {self.version}. Ask "
+                "another peer of the stage. If records take longer, raise `Limits.call_timeout`."
             ) from None
 
     async def wait_for_next(self, version: int) -> None:
-        """Wait for `version`; refuse any after the next version, because the caller's data take memory meanwhile."""
+        """Wait for `version`, at most the next one, because a caller's data take memory while it waits."""
         if version > self.version + 1:
-            raise ProtocolError(f"this peer is at version {self.version}, and waits for the next one; got {version}")
+            raise ProtocolError(
+                f"this peer is at version {self.version}, and waits for the next version only, got {version}"
+            )
         await self.wait_for_version(version)
 
     async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
-        """Wait up to `within_s` for a version after `version`, or for written weights of a number after `written`."""
+        """Wait up to `within_s` for a later version, or for weights written under a number above `written`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._applied:
                 await self._applied.wait_for(lambda: (self.version, self.sums.next.change.number) > (version, written))
@@ -184,7 +186,9 @@ class StepHandlers:
         if expected is not None:
             here = (request.generation, request.step, request.round)
             if (expected.generation, expected.step, expected.round) != here:
-                raise ProtocolError(f"a freeze of generation, step, round {here} expects the closing of another")
+                raise ProtocolError(
+                    f"a freeze of generation, step, round {here} must expect the closing of the same round"
+                )
         term = self.sums.run.term
         at_s = now_s()
         ledgers, stale = await self._compute(lambda: self.sums.freeze(request, term, now_s=at_s))
@@ -213,7 +217,7 @@ class StepHandlers:
     async def apply_record(self, record: Record) -> None:
         """Apply the open step's decided record, with the mean gradients of its round, which must be held here."""
         if record.change != self.sums.next.change:
-            raise ProtocolError(f"record {record.step} begins with another change than its gradients here")
+            raise ProtocolError(f"record {record.step} has another change than that with which its step began here")
         await self.commit(record, self.rounds.counted(record))
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
@@ -225,7 +229,7 @@ class StepHandlers:
                 raise
             # Some parameters may have been stepped, so the stages must not be used or sent any more.
             failure = StepError(
-                "a server must have memory for the step of its optimizer, and this one had too little in step "
+                "a server must have memory for the step of its optimizer, and this server had too little in step "
                 f"{record.step}: {error}. It leaves the run. Use `offload_optimizer=True` or an optimizer with less "
                 "state, or join with a machine that has more memory."
             )
@@ -233,11 +237,11 @@ class StepHandlers:
             raise failure from error
         self.sums.run.check_generation(record.closing.generation)
         async with self._applied:
-            # The run was left, or another call with the same record was quicker.
+            # This server has left the run, or another call with the same record was faster.
             if not self._membership.has_run or self.version > record.step:
                 return
-            for one in record.convicted or ():
-                self._events.log_only("convicted", peer=one.peer, step=record.step, reason=one.reason)
+            for conviction in record.convicted or ():
+                self._events.log_only("convicted", peer=conviction.peer, step=record.step, reason=conviction.reason)
             self.rounds.carry(record)
             self.rounds.discard_round()
             written = self.sums.next.written
@@ -246,7 +250,7 @@ class StepHandlers:
             self._applied.notify_all()
 
     async def follow_change(self, step: int, change: StepChange, written: Mapping[str, Tensor]) -> None:
-        """Begin an open step as its members did, at a joiner, which gets no SETTLE."""
+        """Begin an open step with its change at a joiner, which gets no SETTLE."""
 
         def follow() -> None:
             for stage in self.sums.stages.values():

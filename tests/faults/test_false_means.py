@@ -261,7 +261,7 @@ def test_a_reducer_that_makes_another_mean_is_convicted(kind: str, change: Chang
     swarm.makes_another_mean(change)
     try:
         swarm.finish()
-        swarm.check_left_out("made another mean than that of the sums that it was given")
+        swarm.check_left_out("computed a mean that is not the mean of the sums that it received")
         if kind == "deterministic":
             found, expected = swarm.final_state(), clean_bits()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -285,12 +285,12 @@ def test_without_audits_such_a_mean_counts() -> None:
 PROJECTIONS: dict[str, tuple[Callable[[PartProjections], PartProjections], str]] = {
     "another norm": (
         lambda stage: replaced(stage, squared_norm=4.0 * stage.squared_norm),
-        "a norm, that are not those of the mean",
+        "or a false norm, of its mean",
     ),
-    "no norm": (lambda stage: replaced(stage, squared_norm=float("inf")), "a norm, that are not those of the mean"),
+    "no norm": (lambda stage: replaced(stage, squared_norm=float("inf")), "or a false norm, of its mean"),
     "projections of another sum": (
         lambda stage: replaced(stage, sums=[LIE * number for number in stage.sums]),
-        "not those of its sum",
+        "false projections of its sum",
     ),
     "elements without a size": (
         lambda stage: replaced(stage, norms=[0.0] * len(stage.norms)),
@@ -298,11 +298,11 @@ PROJECTIONS: dict[str, tuple[Callable[[PartProjections], PartProjections], str]]
     ),
     "projections of another mean": (
         lambda stage: replaced(stage, means=[LIE * number for number in stage.means]),
-        "that are not those of the mean",
+        "false projections, or a false norm, of its mean",
     ),
     "digests of another mean": (
         lambda stage: replaced(stage, parts=[bytes(32)] * len(stage.parts)),
-        "shows another mean than it answered for",
+        "sent a mean that differs from its digests",
     ),
     "too few numbers": (lambda stage: replaced(stage, sums=stage.sums[1:]), "has 768 numbers of each kind"),
     "negative sizes": (lambda stage: replaced(stage, norms=[-1.0] * len(stage.norms)), "norms must not be negative"),
@@ -378,7 +378,7 @@ def test_who_fits_its_projections_to_its_false_mean_is_found_when_it_is_drawn() 
         swarm.train()
         assert swarm.num_lies > 0
         swarm.audit_state()
-        swarm.check_left_out("not those of its sum")
+        swarm.check_left_out("false projections of its sum")
     finally:
         swarm.close()
 
@@ -400,7 +400,7 @@ def test_who_shows_another_sum_than_it_committed_to_is_convicted(lie: str) -> No
     swarm.answers(VECTOR.name, show)
     try:
         swarm.finish()
-        swarm.check_left_out("shows another sum of gradients than it committed to")
+        swarm.check_left_out("sent a sum of gradients that differs from its commitment")
     finally:
         swarm.close()
 
@@ -472,7 +472,7 @@ def test_a_joiner_that_a_reducer_gives_another_mean_takes_the_coordinator_s(kind
 def test_a_joiner_that_was_given_another_mean_does_not_come_in_with_it(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AuditedRoundLog, "_giver", lambda _self, _closing, roster: roster.index(LIAR))
+    monkeypatch.setattr(AuditedRoundLog, "_rank_to_ask", lambda _self, _closing, roster: roster.index(LIAR))
     swarm = FalseMeanSwarm(kind, joiners=JOINER)
     swarm.gives_one_member_another_mean(PeerId(JOINER), one_element)
     try:

@@ -460,5 +460,5 @@ def test_another_optimizer_is_refused() -> None:
     assert_exact(run, plain())
     (refusal,) = run.strategy.refusals
     assert isinstance(refusal, ConfigError)
-    assert "which is AdamW(amsgrad, betas" in str(refusal)
-    assert "this one builds SGD(dampening" in str(refusal)
+    assert "the optimizer of the run, AdamW(amsgrad, betas" in str(refusal)
+    assert "this peer builds SGD(dampening" in str(refusal)

@@ -386,7 +386,7 @@ class Swarm:
                 str(server.admission.ending_error),
                 steps.version,
                 steps.rounds._held,
-                {step: one.fenced for step, one in steps.sums._open.items()},
+                {step: one.struck for step, one in steps.sums._open.items()},
                 steps.sums.next.change,
             )
             state[f"{name}'s joiners"] = (

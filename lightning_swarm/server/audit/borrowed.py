@@ -1,4 +1,4 @@
-"""Stages that a server borrows: it fetches their weights from the servers that hold them, to settle contradictions."""
+"""Stages that a coordinator borrows: it fetches their weights from their servers, to settle contradictions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BorrowedStages:
         # stage index -> ((generation, version) of its weights, stage)
         self._stages: dict[int, tuple[tuple[int, int], Stage]] = {}
         self._borrowing = asyncio.Lock()
-        self._failures = Counter[PeerId]()  # failed or late answers; the servers with the most are asked last
+        self._failures = Counter[PeerId]()  # server -> failed or late answers; servers with the fewest are asked first
 
     async def get(self, index: int, version: int) -> Stage:
         """Return a stage with the weights of a version: this server's own stage, or a borrowed one."""
@@ -48,22 +48,22 @@ class BorrowedStages:
         async with self._borrowing:
             run = self._context.membership.run
             wanted = (run.manifest.generation, version)
-            at, stage = self._stages.get(index, (None, None))
+            loaded, stage = self._stages.get(index, (None, None))
             if stage is None:
-                stage = await self._context.compute(lambda: self._model().borrowed(run.manifest, index))
-            if at != wanted:
+                stage = await self._context.compute(lambda: self._model().build_borrowed(run.manifest, index))
+            if loaded != wanted:
                 await self._fetch(run, stage, version)
-                self._stages = {index: (wanted, stage)}  # only one: a stage takes as much memory as on a server
+                self._stages = {index: (wanted, stage)}  # keep only one, because a stage takes much memory
             return stage
 
     async def _fetch(self, run: RunState, stage: Stage, version: int) -> None:
         """Load the weights of a version into a borrowed stage."""
-        self._stages.pop(stage.index, None)  # its weights belong to no version meanwhile
+        self._stages.pop(stage.index, None)  # until it is loaded, its weights belong to no version
         request = StateRequest(
             stage_index=stage.index, version=version, generation=run.manifest.generation, optimizer=False
         )
         peers = sorted((member.peer_id for member in run.rosters[stage.index]), key=self._failures.__getitem__)
-        weights = await self._first(peers, request)
+        weights = await self._fetch_from_any(peers, request)
 
         def load() -> None:
             stage.enter_generation(version, run.selection)
@@ -71,31 +71,31 @@ class BorrowedStages:
 
         await self._context.compute(load)
 
-    async def _first(self, peers: Sequence[PeerId], request: StateRequest) -> dict[str, Tensor]:
-        """Ask one server after another, and return the first confirmed weights; raise `PeerError` if there are none."""
-        left, running = list(peers), dict[asyncio.Task[dict[str, Tensor]], PeerId]()
+    async def _fetch_from_any(self, peers: Sequence[PeerId], request: StateRequest) -> dict[str, Tensor]:
+        """Ask servers in turn until one sends confirmed weights, which are returned; raise `PeerError` if none does."""
+        peers_left, running = list(peers), dict[asyncio.Task[dict[str, Tensor]], PeerId]()
         pause_s = self._context.limits.call_timeout * _ASKING / max(1, len(peers))
         try:
-            while left or running:
-                if left:
-                    peer = left.pop(0)
-                    running[asyncio.create_task(self._read(peer, request))] = peer
+            while peers_left or running:
+                if peers_left:
+                    peer = peers_left.pop(0)
+                    running[asyncio.create_task(self._fetch_from(peer, request))] = peer
                 done, late = await asyncio.wait(
-                    running, timeout=pause_s if left else None, return_when=asyncio.FIRST_COMPLETED
+                    running, timeout=pause_s if peers_left else None, return_when=asyncio.FIRST_COMPLETED
                 )
-                self._failures.update(running[task] for task in late if not done)  # a pause without any answer counts
+                self._failures.update(running[task] for task in late if not done)  # no answer in the pause
                 for task in done:
                     peer = running.pop(task)
                     try:
                         return task.result()
                     except SwarmError as error:
                         self._failures[peer] += 1
-                        _log.info("%s does not give the weights of stage %d: %s", peer, request.stage_index, error)
+                        _log.info("%s did not send confirmed weights of stage %d: %s", peer, request.stage_index, error)
         finally:
             await cancel_and_wait(running)
-        raise PeerError(f"no server gives the weights of stage {request.stage_index} at version {request.version}")
+        raise PeerError(f"no server sent confirmed weights of stage {request.stage_index}, version {request.version}")
 
-    async def _read(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
+    async def _fetch_from(self, peer: PeerId, request: StateRequest) -> dict[str, Tensor]:
         """Fetch a server's weights, and have other servers confirm them."""
         limits = self._context.limits
         state, tensors = await STATE.ask(

@@ -1,7 +1,7 @@
 """Compares the sums and means of a stage's members with their answers and with their commitments.
 
-One member's word never convicts another. A member lies if it contradicts itself or its commitment, or if its own
-part of the mean is not the mean of the sums that it reports to have received.
+A member's report never convicts another member. A member is convicted only if it contradicts itself or its commitment,
+or if its own part of the mean is not the mean of the sums that it reports to have received.
 """
 
 from __future__ import annotations
@@ -41,20 +41,23 @@ class _MeanNumbers:
     means: Sequence[float]  # projections of the mean
     norms: Sequence[float]  # norms of the elements in each projection
     squared_norm: float
-    wrong: Sequence[bool]  # for each part, whether it differs from the true mean by more than rounding
+    wrong: Sequence[bool]  # whether each part differs from the true mean by more than rounding
 
 
 class Examination:
-    """Examines the vectors of one stage in one round, which arrive one after another, in the roster's order."""
+    """Examines the vectors of one stage in one round, which arrive one after another, in the roster's order.
+
+    Call `examine_sum` for each member, then `reduce`, then `examine_mean` for each different mean, then `decide`.
+    """
 
     def __init__(self, request: ExamineRequest, members: Sequence[PeerId], *, exact: bool) -> None:
         if {*members} != request.answers.keys():
-            raise ProtocolError(f"the members are {members}, got answers of {sorted(request.answers)}")
+            raise ProtocolError(f"answers must come from the members {members}, got {sorted(request.answers)}")
         for answer in request.answers.values():
             check_shape(answer, len(members))
         closing = request.closing
         self.members = members
-        self.lies: dict[PeerId, str] = {}  # member -> what it reported falsely
+        self.lies: dict[PeerId, str] = {}  # member -> the false report
         self.contradictions: list[Contradiction] = []
         self._weight, self._gradient_scale, self._exact = closing.total_weight, closing.gradient_scale, exact
         self._scale = StageScale(request.length, request.dtype, self._weight * self._gradient_scale)
@@ -62,13 +65,13 @@ class Examination:
         self._reported = request.told
         self._dtype = DTYPES[request.dtype]
         self._bounds, self._size = self._scale.bounds(len(members)), num_buckets(len(members))
-        self._given: dict[PeerId, list[bytes]] = {}  # member -> digests of the parts of its sum
+        self._part_digests: dict[PeerId, list[bytes]] = {}  # member -> digests of the parts of its sum
         self._total: Tensor | None = None
         self._sizes: Tensor | None = None  # sum of the members' absolute values
-        self._known: dict[tuple[bytes, ...], _MeanNumbers] = {}  # digests of a mean's parts -> its numbers
+        self._numbers_of_means: dict[tuple[bytes, ...], _MeanNumbers] = {}  # digests of a mean's parts -> its numbers
         self.mean: Tensor = torch.empty(0)  # the true mean, after `reduce`
 
-    def kind(self, of: Literal["sum", "mean"]) -> Tensor:
+    def expected_vector(self, of: Literal["sum", "mean"]) -> Tensor:
         """Return a vector without values, with the shape and dtype of the members' vectors."""
         length = self._scale.length
         if of == "sum" and self._exact:
@@ -77,21 +80,21 @@ class Examination:
 
     # ------------------------------------------------------------------ sums
 
-    def take_sum(self, peer: PeerId, values: Tensor | None) -> None:
-        """Compare a member's sum with its commitment and its projections; None: it sent no vector of this kind."""
+    def examine_sum(self, peer: PeerId, values: Tensor | None) -> None:
+        """Compare a member's sum with its commitment and projections; None: it sent no vector of the expected form."""
         if values is None or sum_digest(values) != self._commitments.get(peer):
-            self.lies[peer] = f"{peer} shows another sum of gradients than it committed to"
+            self.lies[peer] = f"{peer} sent a sum of gradients that differs from its commitment"
             return
         answer, parts = self._answers[peer], sum_parts(values, len(self.members))
         sums = project_parts(parts, self._seed, num_buckets=self._size)
         norms = bucket_norms(parts, num_buckets=self._size)
         if not (same_numbers(answer.sums, sums, norms) and same_numbers(answer.norms, norms)):
-            self.lies[peer] = f"{peer} answers projections that are not those of its sum of gradients"
+            self.lies[peer] = f"{peer} reported false projections of its sum of gradients"
             return
         if not all(self._is_sketch(reported, values) for reported in self._reported.get(peer, ())):
-            self.lies[peer] = f"{peer} answered sketches, when it was audited, that are not those of its sum"
+            self.lies[peer] = f"{peer} reported false sketches of its sum in an audit"
             return
-        self._given[peer] = [part_digest(self._part(values, bounds)) for bounds in self._bounds]
+        self._part_digests[peer] = [part_digest(self._part(values, bounds)) for bounds in self._bounds]
         if self._total is None or self._sizes is None:
             self._total = values.clone()
             self._sizes = torch.zeros(0) if self._exact else values.abs()
@@ -101,19 +104,19 @@ class Examination:
             self._sizes += values.abs()
 
     def _is_sketch(self, reported: ReportedSketch, values: Tensor) -> bool:
-        found = sketch_of(0, values, reported.seed, exact=self._exact)
-        if not all(map(math.isfinite, found.values)):
+        sketch = sketch_of(0, values, reported.seed, exact=self._exact)
+        if not all(map(math.isfinite, sketch.values)):
             return not all(map(math.isfinite, reported.values))
-        return math.dist(reported.values, found.values) <= _SAME * math.hypot(*found.values)
+        return math.dist(reported.values, sketch.values) <= _SAME * math.hypot(*sketch.values)
 
     def _part(self, values: Tensor, bounds: slice) -> list[Tensor]:
-        """Return a part of a sum in the form in which members send it."""
+        """Return a part of a sum as the tensors that members send."""
         return [values[0, bounds], values[1, bounds], values[:, -1]] if self._exact else [values[bounds]]
 
     # ------------------------------------------------------------------ means
 
     def reduce(self) -> None:
-        """Compute the mean of all sums, with the same bits as members on a CPU."""
+        """Compute the mean of all sums, with the bits that a member on a CPU computes."""
         assert self._total is not None
         if not self._exact:
             self.mean = torch.div(self._total, self._weight)
@@ -123,21 +126,21 @@ class Examination:
             self.mean = torch.full((self._scale.length,), math.nan, dtype=self._dtype)
         if self._gradient_scale != 1.0:
             self.mean = self.mean / self._gradient_scale
-        self._learn(self.mean)
+        self._record_mean(self.mean)
 
     def needs_mean(self, peer: PeerId) -> bool:
         """Return whether a member holds a mean that has not been examined yet."""
-        return tuple(self._answers[peer].parts) not in self._known
+        return tuple(self._answers[peer].parts) not in self._numbers_of_means
 
-    def take_mean(self, peer: PeerId, mean: Tensor | None) -> None:
-        """Compare a member's mean with its digests; None: it sent no vector of this kind."""
-        if mean is None or self._learn(mean) != tuple(self._answers[peer].parts):
-            self.lies[peer] = f"{peer} shows another mean than it answered for"
+    def examine_mean(self, peer: PeerId, mean: Tensor | None) -> None:
+        """Compare a member's mean with its digests; None: it sent no vector of the expected form."""
+        if mean is None or self._record_mean(mean) != tuple(self._answers[peer].parts):
+            self.lies[peer] = f"{peer} sent a mean that differs from its digests"
 
-    def _learn(self, mean: Tensor) -> tuple[bytes, ...]:
-        """Compute a mean's numbers for the verdict; return the digests of its parts."""
+    def _record_mean(self, mean: Tensor) -> tuple[bytes, ...]:
+        """Store the numbers of a mean for `decide`; return the digests of its parts."""
         parts, digests = parts_of(mean, len(self.members)), tuple(part_digests(mean, len(self.members)))
-        self._known[digests] = _MeanNumbers(
+        self._numbers_of_means[digests] = _MeanNumbers(
             project_parts(parts, self._seed, num_buckets=self._size),
             bucket_norms(parts, num_buckets=self._size),
             squared_norm(mean),
@@ -159,45 +162,48 @@ class Examination:
     # ------------------------------------------------------------------ verdict
 
     def decide(self) -> None:
-        """Find members that contradict themselves or each other, once all sums and means are there."""
+        """Find members that contradict themselves or each other, once all sums and means have come."""
         for peer in self.members:
-            answer, known = self._answers[peer], self._mean_of(peer)
-            if known is None:  # already found to lie
+            answer, numbers = self._answers[peer], self._mean_of(peer)
+            if numbers is None:  # already convicted
                 continue
-            right = same_numbers(answer.means, known.means, known.norms)
-            if not right or not same_numbers([answer.squared_norm], [known.squared_norm]):
-                self.lies[peer] = f"{peer} answers projections, or a norm, that are not those of the mean that it holds"
+            is_true = same_numbers(answer.means, numbers.means, numbers.norms)
+            if not is_true or not same_numbers([answer.squared_norm], [numbers.squared_norm]):
+                self.lies[peer] = f"{peer} reported false projections, or a false norm, of its mean"
         for rank, reducer in enumerate(self.members):
             if reducer not in self.lies:
                 self._check_reducer(rank, reducer)
 
     def _mean_of(self, peer: PeerId) -> _MeanNumbers | None:
-        """Return the numbers of a member's mean; None if the member was found to lie."""
-        return self._known.get(tuple(self._answers[peer].parts)) if peer not in self.lies else None
+        """Return the numbers of a member's mean; None if the member is convicted."""
+        return self._numbers_of_means.get(tuple(self._answers[peer].parts)) if peer not in self.lies else None
 
     def _check_reducer(self, rank: int, reducer: PeerId) -> None:
-        """Check the part of the mean that a member made, against its inputs and against the others' copies."""
-        own, answer = self._mean_of(reducer), self._answers[reducer]
-        if own is not None and own.wrong[rank]:
-            said = dict(zip(self.members, answer.given, strict=True))
-            others = [peer for peer, digest in said.items() if digest != self._given[peer][rank]]
-            if not others or reducer in others:
-                self.lies[reducer] = f"{reducer} made another mean than that of the sums that it was given"
+        """Compare the part of the mean that a member computed with its inputs, and with the other members' copies."""
+        numbers, answer = self._mean_of(reducer), self._answers[reducer]
+        if numbers is not None and numbers.wrong[rank]:
+            received = dict(zip(self.members, answer.given, strict=True))
+            disputed = [peer for peer, digest in received.items() if digest != self._part_digests[peer][rank]]
+            if not disputed or reducer in disputed:
+                self.lies[reducer] = f"{reducer} computed a mean that is not the mean of the sums that it received"
                 return
-            for peer in others:
-                self._note(reducer, peer, f"{reducer} reports another part {rank} of the sum of {peer} than committed")
+            for peer in disputed:
+                reason = f"{reducer} reports a part {rank} of the sum of {peer} that differs from its commitment"
+                self._add_contradiction(reducer, peer, reason)
         for peer in self.members:
             if peer not in self.lies and self._answers[peer].parts[rank] != answer.parts[rank]:
-                self._note(reducer, peer, f"{peer} holds another part {rank} of the mean than {reducer}, which made it")
+                reason = f"{peer} holds a part {rank} of the mean that differs from the part that {reducer} computed"
+                self._add_contradiction(reducer, peer, reason)
 
-    def _note(self, reducer: PeerId, other: PeerId, reason: str) -> None:
+    def _add_contradiction(self, reducer: PeerId, other: PeerId, reason: str) -> None:
         self.contradictions.append(Contradiction(reducer=reducer, other=other, reason=reason))
 
     def reply(self) -> ExamineReply:
         """Return the findings."""
         norm = None
-        if self._known and not self.lies:
-            # If members contradict each other, all receive the mean computed here, which is the first known one.
-            known = next(iter(self._known.values())) if self.contradictions else self._mean_of(self.members[0])
-            norm = known.squared_norm if known is not None else None
+        if self._numbers_of_means and not self.lies:
+            # If members contradict each other, all receive the mean computed here, whose numbers were stored first.
+            computed_here = next(iter(self._numbers_of_means.values()))
+            numbers = computed_here if self.contradictions else self._mean_of(self.members[0])
+            norm = numbers.squared_norm if numbers is not None else None
         return ExamineReply(lies=self.lies, contradictions=self.contradictions, unreached={}, squared_norm=norm)

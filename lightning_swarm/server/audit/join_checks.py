@@ -1,4 +1,9 @@
-"""Checks what a joiner receives in an audited run, where any server but the coordinator's may send false state."""
+"""Checks the data that a joiner receives in an audited run, where any server but the coordinator may send false data.
+
+The joiner downloads its stage from a single donor, then follows the donor's records. The coordinator confirms records
+and members, and compares the joiner's state and means with those of other servers. A donor whose data it does not
+confirm is not asked again.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +25,34 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 
 class AuditedJoinChecks(JoinChecks):
-    """Has the coordinator confirm state, records and members that a joiner receives."""
+    """Has the coordinator confirm the state, records and members that a donor sent."""
 
     one_donor = True  # so that the sender of unconfirmed state is known
 
     def __init__(self, context: ServerContext, steps: StepHandlers) -> None:
         self._context, self._rounds = context, steps.rounds
-        self._unconfirmed: set[PeerId] = set()  # donors whose state the coordinator did not confirm
+        self._rejected_donors: set[PeerId] = set()  # donors whose state the coordinator did not confirm
 
     @override
     def donors(self, servers: Sequence[PeerId], coordinator: PeerId) -> Sequence[PeerId]:
-        left = [peer for peer in servers if peer not in self._unconfirmed]
-        if not left:
+        donors = [peer for peer in servers if peer not in self._rejected_donors]
+        if not donors:
             raise Unconfirmed(
-                f"a joiner needs a server of its stage whose state the coordinator confirms, and {len(servers)} sent "
-                "another one. Join when others hold the stage."
+                "a joiner needs a server of its stage whose state the coordinator confirms; it confirmed the state of "
+                f"none of {len(servers)} servers. Join again when other servers hold the stage."
             )
-        # After a false state, ask the coordinator first.
-        return sorted(left, key=lambda peer: peer != coordinator) if self._unconfirmed else left
+        # After false state from a server, ask the coordinator first, because it is trusted.
+        return sorted(donors, key=lambda peer: peer != coordinator) if self._rejected_donors else donors
 
     @override
     def blame(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
-        is_fault = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
-        if is_fault or donor in (None, coordinator):
+        is_outage = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
+        if is_outage or donor in (None, coordinator):
             return
-        # Any error counts, because a donor may cause it on purpose, to end this peer.
-        self._unconfirmed.add(donor)
+        # False state may cause any other error, even one that would end this peer.
+        self._rejected_donors.add(donor)
         self._context.events.note("unconfirmed", peer=donor, stage=stage_index, reason=str(error))
-        raise Unconfirmed(f"the state that {donor} sent is not confirmed: {error}") from error
+        raise Unconfirmed(f"the coordinator did not confirm the state that {donor} sent: {error}") from error
 
     @override
     async def check_record(self, record: Record) -> None:
@@ -56,16 +61,16 @@ class AuditedJoinChecks(JoinChecks):
         try:
             answer = await RECORD_DIGEST.ask(self._context.transport, run.coordinator, request, timeout=timeout)
         except ProtocolError as error:  # the run may have rolled back
-            raise PeerError(f"{run.coordinator} does not tell the record of step {record.step}: {error}") from error
+            raise PeerError(f"{run.coordinator} sent no digest of record {record.step}: {error}") from error
         if answer.digest != record_digest(record):
-            raise Unconfirmed(f"its record of step {record.step} is not the one that was decided")
+            raise Unconfirmed(f"the donor's record {record.step} differs from the decided record")
 
     @override
     async def confirm_members(self, version: int, adopt: Callable[[SeatedMembers], object]) -> bool:
         run, timeout = self._context.membership.run, min(self._context.limits.call_timeout, 30.0)
         view = await VIEW.ask(self._context.transport, run.coordinator, None, timeout=timeout)
         if (view.manifest.generation, view.version) != (run.manifest.generation, version):
-            return False  # a record is on its way
+            return False  # wait until the next record has reached both
         adopt(view.seats)
         return True
 

@@ -53,11 +53,11 @@ class KeptWork:
 
 @dataclass(frozen=True)
 class _SpilledWork:
-    """Kept work whose tensors are in the file."""
+    """Kept work whose tensors were moved to a file."""
 
     without_tensors: KeptWork  # inputs, extras and gradients are empty
     structure: serialization.Structure
-    places: Sequence[TensorPlace]  # where the file has the tensors of `structure`
+    places: Sequence[TensorPlace]  # positions in the file of the tensors of `structure`
 
 
 class KeptWorks:
@@ -81,9 +81,11 @@ class KeptWorks:
             try:
                 places = self._file.write(tensors)
             except OSError as error:
-                # Keep all work in memory, because a server that cannot show its work is excluded from the step.
+                # Keep all further work in memory, because a server that cannot send its work is excluded from the step.
                 self._max_bytes = sys.maxsize
-                _log.warning("No room in %s for what audits may ask for; it stays in memory: %s", gettempdir(), error)
+                _log.warning(
+                    "No room in %s for work that audits may request. It stays in memory: %s", gettempdir(), error
+                )
             else:
                 call = replace(work.call, inputs=(), extras={})
                 self._works[receipt] = _SpilledWork(KeptWork(call, (), work.claim), structure, places)
@@ -103,8 +105,8 @@ class KeptWorks:
             return work
         tensors = self._file.read(work.places)
         inputs, extras, gradients = serialization.unflatten(work.structure, tensors)
-        own = work.without_tensors
-        return KeptWork(replace(own.call, inputs=inputs, extras=extras), gradients, own.claim)
+        kept = work.without_tensors
+        return KeptWork(replace(kept.call, inputs=inputs, extras=extras), gradients, kept.claim)
 
 
 def output_digest(result: ForwardResult) -> bytes:
@@ -121,7 +123,7 @@ def sketch_of(stage_index: int, values: Tensor, seed: int, *, exact: bool) -> St
     """Sketch a gradient sum, in floats or in fixed point."""
     if not exact:
         return StageSketch(stage_index=stage_index, values=project(values, seed).tolist())
-    found = project(deterministic.quotient(values[:, :-1], 1.0), seed)
-    if not deterministic.is_whole(values[:, -1]):  # a gradient did not fit, which the sum only counts
-        found.fill_(math.nan)
-    return StageSketch(stage_index=stage_index, values=found.tolist())
+    sketch = project(deterministic.quotient(values[:, :-1], 1.0), seed)
+    if not deterministic.is_whole(values[:, -1]):  # a gradient did not fit, so the sum is incomplete
+        sketch.fill_(math.nan)
+    return StageSketch(stage_index=stage_index, values=sketch.tolist())

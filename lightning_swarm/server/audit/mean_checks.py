@@ -1,6 +1,6 @@
 """A server's part in checking the means of an audited run: it projects its sums and means, and sends them on request.
 
-If projections disagree, the coordinator's own server examines the sums and the means themselves.
+If projections disagree, the coordinator's own server fetches the sums and means and examines them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TRIES: Final = 3  # attempts to fetch a vector that arrives damaged
 
 
 class AuditedRoundLog(RoundLog):
-    """Digests what each member contributes to a round."""
+    """Computes digests of the members' contributions to a round, and serves the whole mean to joiners."""
 
     def __init__(self, membership: RunMembership) -> None:
         self._membership = membership
@@ -84,23 +84,23 @@ class AuditedRoundLog(RoundLog):
         group: Group,
         closing: Closing,
         like: Tensor,
-        in_parts: Callable[[], Awaitable[tuple[Tensor, AveragingState]]],
+        fetch_parts: Callable[[], Awaitable[tuple[Tensor, AveragingState]]],
     ) -> tuple[Tensor, AveragingState]:
-        # Fetch the whole mean from one member. With a part from each, any member could keep joiners out by a false
-        # part. The coordinator checks the mean; if it is false, the next round asks another member.
-        rank = self._giver(closing, group.roster)
+        # Fetch the whole mean from one member: if each sent a part, any of them could keep joiners out by a false part.
+        # The coordinator checks the mean. If it is false, the next round asks another member.
+        rank = self._rank_to_ask(closing, group.roster)
         mean = await fetch_part(group, rank, _MEAN, like=like, length=len(like))
         return mean.to(like.device), AveragingState()
 
-    def _giver(self, closing: Closing, roster: Sequence[PeerId]) -> int:
-        """Return the roster index of the member to ask for a mean: a trusted member, else each in turn."""
+    def _rank_to_ask(self, closing: Closing, roster: Sequence[PeerId]) -> int:
+        """Return the roster index of the member to ask for a mean: a trusted member, otherwise each in turn."""
         trusted = [rank for rank, peer in enumerate(roster) if peer in self._membership.run.trusted]
         turn = self._membership.me.boot_id + closing.step + closing.round
         return trusted[0] if trusted else turn % len(roster)
 
 
 class MeanChecks:
-    """Sends the coordinator projections of a round's sums and means, and examines all members' vectors for it."""
+    """Sends the coordinator projections of a round's sums and means, and examines all members' vectors on request."""
 
     def __init__(self, context: ServerContext, steps: StepHandlers, role: Transport) -> None:
         self._transport, self._compute = context.transport, context.compute
@@ -116,12 +116,12 @@ class MeanChecks:
 
     # ------------------------------------------------------------------ this server's vectors
 
-    def _held(self, caller: PeerId, closing: Closing) -> HeldRound:
+    def _round(self, caller: PeerId, closing: Closing) -> HeldRound:
         """Return the result of a round; refuse any caller but the coordinator, and a round that is not held here."""
         self._sums.check(caller, closing.generation, closing.step)
         self._sums.check_frozen(closing)
-        if not self._sums.run.manifest.settings.has_strangers:  # a former run was
-            raise ProtocolError("the sums and means of this run are not checked: its `trust` is not 'audited'")
+        if not self._sums.run.manifest.settings.has_strangers:  # calls are also received in other runs
+            raise ProtocolError("sums and means are checked only in runs with `trust='audited'`")
         return self._rounds.held(closing)
 
     def _check_coordinator(self, caller: PeerId) -> None:
@@ -129,33 +129,35 @@ class MeanChecks:
 
     async def _handle_project(self, caller: PeerId, request: ProjectRequest) -> ProjectReply:
         closing = request.closing
-        held, present = self._held(caller, closing), self._sums.run.present(closing.absent)
+        held_round, present = self._round(caller, closing), self._sums.run.present(closing.absent)
         stages = sorted(self._sums.stages.items())
         works = [
-            partial(_projection, stage, stage.sum_of(closing.step).values, held, len(present[index]), request.seed)
+            partial(
+                _projection, stage, stage.sum_of(closing.step).values, held_round, len(present[index]), request.seed
+            )
             for index, stage in stages
         ]
-        found = await self._compute(lambda: [work() for work in works])
-        self._held(caller, closing)  # refuses if the step was decided meanwhile, and its sums reused
-        return ProjectReply(stages=found)
+        projections = await self._compute(lambda: [work() for work in works])
+        self._round(caller, closing)  # raises if the step was decided meanwhile, and its sums reused
+        return ProjectReply(stages=projections)
 
     async def _handle_vector(self, caller: PeerId, request: VectorRequest) -> Message:
-        """Send the sum or the mean of a stage itself, for an examination."""
-        held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
+        """Send a whole sum or mean of a stage, for an examination."""
+        held_round, stage = self._round(caller, request.closing), self._sums.stage(request.stage_index)
         vector = stage.sum_of(request.closing.step).values
         if request.of == "mean":
-            vector = held.gradients[stage.index]
+            vector = held_round.gradients[stage.index]
         # No copy is needed: a frozen sum does not change, and no record is decided while the coordinator waits for it.
         return Message(b"", (to_cpu(vector),))
 
     async def _handle_replacement(self, caller: PeerId, request: MeanReplacement, message: Message) -> None:
-        """Hold the coordinator's mean of all sums from now on, because the members' means disagree."""
-        held, stage = self._held(caller, request.closing), self._sums.stage(request.stage_index)
-        own = held.gradients[stage.index]
-        found = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
-        if found != [(own.dtype, own.shape)]:
-            raise ProtocolError(f"a mean of stage {stage.index} is {(own.dtype, own.shape)}, got {found}")
-        self._rounds.replace_mean(request.closing, stage.index, message.tensors[0].to(own.device))
+        """Replace this member's mean by the coordinator's mean of all sums, because the members' means disagree."""
+        held_round, stage = self._round(caller, request.closing), self._sums.stage(request.stage_index)
+        mean = held_round.gradients[stage.index]
+        received = [(tensor.dtype, tensor.shape) for tensor in message.tensors]
+        if received != [(mean.dtype, mean.shape)]:
+            raise ProtocolError(f"a mean of stage {stage.index} must be {(mean.dtype, mean.shape)}, got {received}")
+        self._rounds.replace_mean(request.closing, stage.index, message.tensors[0].to(mean.device))
 
     # ------------------------------------------------------------------ other servers' vectors
 
@@ -163,7 +165,7 @@ class MeanChecks:
         """Compare the vectors of a stage's members with their answers, for the coordinator in this process."""
         closing = request.closing
         if caller != self._me:
-            raise ProtocolError(f"{self._me} examines others for itself, while it coordinates, not for {caller}")
+            raise ProtocolError(f"only {self._me} itself, as coordinator, may have it examine sums, not {caller}")
         self._sums.check(caller, closing.generation, closing.step)
         run = self._sums.run
         members = [member.peer_id for member in run.present(closing.absent)[request.stage_index]]
@@ -175,18 +177,18 @@ class MeanChecks:
         return examination.reply()
 
     async def _examine(self, request: ExamineRequest, examination: Examination) -> None:
-        """Fetch one vector after another, because each may take as much memory as the stage."""
+        """Fetch and examine vectors one by one, because each may take as much memory as the stage."""
         for peer in examination.members:
             if request.drawn is None or peer in request.drawn:
                 vector = await self._fetch(peer, request, "sum", examination)
-                await self._compute(partial(examination.take_sum, peer, vector))
+                await self._compute(partial(examination.examine_sum, peer, vector))
         if request.drawn is not None or examination.lies:
             return
         await self._compute(examination.reduce)
         for peer in examination.members:
             if examination.needs_mean(peer):
                 vector = await self._fetch(peer, request, "mean", examination)
-                await self._compute(partial(examination.take_mean, peer, vector))
+                await self._compute(partial(examination.examine_mean, peer, vector))
         await self._compute(examination.decide)
         if examination.contradictions and not examination.lies:
             mean = examination.mean
@@ -196,49 +198,49 @@ class MeanChecks:
         self, peer: PeerId, request: ExamineRequest, of: Literal["sum", "mean"], examination: Examination
     ) -> Tensor | None:
         """Fetch a vector; None if the answer has another dtype or shape."""
-        asked = VectorRequest(closing=request.closing, stage_index=request.stage_index, of=of)
-        wanted = examination.kind(of)
-        max_bytes = wanted.numel() * wanted.itemsize
+        wanted = VectorRequest(closing=request.closing, stage_index=request.stage_index, of=of)
+        expected = examination.expected_vector(of)
+        max_bytes = expected.numel() * expected.itemsize
         begin_s = now_s()
         deadline_s = begin_s + self._patience_s  # shared by all attempts, because the coordinator waits no longer
-        for left in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_TRIES)):
             try:
                 timeout = max(0.0, deadline_s - now_s())
-                _, tensors = await VECTOR.ask(self._transport, peer, asked, timeout=timeout, max_bytes=max_bytes)
+                _, tensors = await VECTOR.ask(self._transport, peer, wanted, timeout=timeout, max_bytes=max_bytes)
                 break
             except SwarmError as error:
-                if not isinstance(error, Damaged) or not left:
+                if not isinstance(error, Damaged) or not tries_left:
                     raise _Unreached(peer, error) from error
         if peer != self._me:
             self._durations.add(now_s() - begin_s)
-        found = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        return tensors[0] if found == [(wanted.dtype, wanted.shape)] else None
+        received = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        return tensors[0] if received == [(expected.dtype, expected.shape)] else None
 
     @property
     def _patience_s(self) -> float:
-        """Seconds to wait for a vector, by how long earlier vectors took."""
+        """Seconds to wait for a vector, estimated from earlier vectors."""
         return self._durations.deadline_s(longest_s=self._timeout, slowdown=MAX_SLOWDOWN)
 
     async def _replace(self, peer: PeerId, request: ExamineRequest, mean: Tensor) -> None:
-        """Have a member hold the mean computed here in place of its own."""
-        order = MeanReplacement(closing=request.closing, stage_index=request.stage_index)
+        """Send a member the mean computed here, in place of its own."""
+        replacement = MeanReplacement(closing=request.closing, stage_index=request.stage_index)
         try:
-            await REPLACE_MEAN.ask(self._transport, peer, order, (mean,), timeout=self._patience_s, max_bytes=0)
+            await REPLACE_MEAN.ask(self._transport, peer, replacement, (mean,), timeout=self._patience_s, max_bytes=0)
         except SwarmError as error:
             raise _Unreached(peer, error) from error
 
 
 class _Unreached(SwarmError):
-    """A member did not answer a request for a vector, or to hold a mean."""
+    """A member did not send a vector, or did not accept a mean."""
 
     def __init__(self, peer: PeerId, error: SwarmError) -> None:
-        super().__init__(f"{peer} did not show what it holds: {error}")
+        super().__init__(f"{peer} did not answer in an examination: {error}")
         self.peer = peer
 
 
-def _projection(stage: Stage, values: Tensor, held: HeldRound, num_members: int, seed: int) -> PartProjections:
+def _projection(stage: Stage, values: Tensor, held_round: HeldRound, num_members: int, seed: int) -> PartProjections:
     """Project the sum and the mean of a stage, part by part."""
-    mean, size = held.gradients[stage.index], num_buckets(num_members)
+    mean, size = held_round.gradients[stage.index], num_buckets(num_members)
     means = parts_of(mean, num_members)
     sums = sum_parts(values, num_members)
     return PartProjections(
@@ -247,6 +249,6 @@ def _projection(stage: Stage, values: Tensor, held: HeldRound, num_members: int,
         norms=bucket_norms(sums, num_buckets=size),
         means=project_parts(means, seed, num_buckets=size),
         parts=part_digests(mean, num_members),
-        given=list(held.given[stage.index]),
+        given=list(held_round.given[stage.index]),
         squared_norm=squared_norm(mean),
     )

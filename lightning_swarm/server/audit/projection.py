@@ -1,4 +1,4 @@
-"""Random projections of the parts of sums and means, with which a coordinator checks how a round was averaged."""
+"""Random projections of the parts of sums and means, by which a coordinator checks a round's averaging."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SLICE: Final = 1 << 20  # elements converted at once; a multiple of any number 
 
 
 def parts_of(vector: Tensor, num_parts: int) -> list[Tensor]:
-    """Split vectors ``[..., n]`` along their last dimension, as a round does."""
+    """Split vectors ``[..., n]`` along their last dimension, one part per member of a round."""
     return [vector[..., bounds] for bounds in part_bounds(vector.shape[-1], num_parts)]
 
 
 def sum_parts(values: Tensor, num_parts: int) -> list[Tensor]:
-    """Split a sum in floats, or a sum in fixed point, into parts, which are in floats."""
+    """Split a sum, in floats or in fixed point, into parts in floats."""
     if values.is_floating_point():
         return parts_of(values, num_parts)
     return [quotient(part, 1.0) for part in parts_of(values[:, :-1], num_parts)]
@@ -39,7 +39,7 @@ def part_digests(mean: Tensor, num_parts: int) -> list[bytes]:
 
 
 def project_parts(parts: Sequence[Tensor], seed: int, *, num_buckets: int) -> list[float]:
-    """Project each part to as many numbers as there are buckets, one part after another."""
+    """Project each part to `num_buckets` numbers; return the numbers of all parts, in order."""
     return [number for part in parts for number in project(part, seed, num_buckets=num_buckets).tolist()]
 
 

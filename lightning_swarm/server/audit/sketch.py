@@ -14,11 +14,11 @@ from lightning_swarm.model.random.keyed_stream import bits, key_seed
 from lightning_swarm.protocol.messages.parts import SKETCH_LENGTH
 
 _SLICE: Final = 1 << 20  # elements that are projected at once; a multiple of the buckets and of the bits of a word
-_WORD: Final = 32  # bits of a drawn number, each of which gives one sign
+_WORD: Final = 32  # bits of a random word; each bit gives one sign
 
 
 def project(values: Tensor, seed: int, *, num_buckets: int = SKETCH_LENGTH) -> Tensor:
-    """Project a float vector ``[n]`` to ``[num_buckets]`` float64 on the CPU; squared norms are kept on average.
+    """Project a float vector ``[n]`` to ``[num_buckets]`` float64 on the CPU; this keeps the squared norm on average.
 
     Each element is added to one bucket, with a random sign. `num_buckets` divides 2**20.
     """

@@ -13,15 +13,15 @@ from lightning_swarm.server.stage import Stage, StateHash
 
 
 class StateProofs(StateHash):
-    """Hashes the state by digests that no other state has; see `StateDigests`."""
+    """Hashes a stage's state with collision-resistant digests, see `StateDigests`, and keeps them for one version."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
-        self._digests: StateDigests | None = None  # of the state after a step
+        self._digests: StateDigests | None = None  # digests of the newest version's state
 
     @override
     def begin(self) -> None:
-        self._digests = self._begun_digests()
+        self._digests = self._new_digests()
 
     @override
     def clear(self) -> None:
@@ -36,12 +36,12 @@ class StateProofs(StateHash):
         return int.from_bytes(self.proof(challenge, STATE_KINDS, self._stage.selection)[:8], "little")
 
     def proof(self, challenge: int, kinds: Collection[StateKind], more: Any = None) -> bytes:
-        """Return a proof of the stage's state, and of `more`, under a challenge; see `StateDigests`."""
-        digests, begun = self._digests, self._begun_digests()
-        if digests is None or digests.identity != begun.identity:
-            digests = self._digests = begun
+        """Return a proof of the stage's state and of the value `more`, under a challenge; see `StateDigests`."""
+        digests, new = self._digests, self._new_digests()
+        if digests is None or digests.identity != new.identity:  # a tensor was written after `begin`
+            digests = self._digests = new
         return digests.proof(challenge, kinds, more)
 
-    def _begun_digests(self) -> StateDigests:
+    def _new_digests(self) -> StateDigests:
         state = self._stage.optimizer.state()
         return StateDigests([*parts_of_weights(self._stage.weights()), *parts_of_optimizer(state)])

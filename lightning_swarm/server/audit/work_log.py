@@ -36,10 +36,10 @@ class AuditedWorkLog(WorkLog):
         self._works = WeakKeyDictionary[ReceiptLedger, KeptWorks]()  # dropped with their ledger
 
     def kept_work(self, step: int, stage_index: int, receipt: Receipt) -> KeptWork:
-        """Return the work kept of a microbatch in an open step's sum; raise `ProtocolError` if no sum here holds it."""
+        """Return the kept work on a microbatch in an open step's sum; raise `ProtocolError` if no sum here holds it."""
         works = self._works_of(self._sums.ledger(step, stage_index))
         if receipt not in works:
-            raise ProtocolError(f"nothing is kept here of microbatch {receipt} of step {step} in stage {stage_index}")
+            raise ProtocolError(f"no work is kept here on microbatch {receipt} of step {step} in stage {stage_index}")
         return works.get(receipt)
 
     def _works_of(self, ledger: ReceiptLedger) -> KeptWorks:
@@ -56,12 +56,12 @@ class AuditedWorkLog(WorkLog):
     def graph_of(self, stage: Stage, kept: CachedForward, *, adds: bool) -> SavedGraph:
         graph = kept.take_graph()
         if adds and not kept.output_digest:  # another server computed the forward, or it was dropped
-            again = stage.computation.forward(kept.call)
-            graph, kept.output_digest = again.graph, output_digest(again)
+            forward = stage.computation.forward(kept.call)
+            graph, kept.output_digest = forward.graph, output_digest(forward)
         return graph or stage.computation.graph(kept.call)
 
     @override
-    def work(
+    def keep_function(
         self, stage: Stage, receipt: Receipt, kept: CachedForward, gradients: Tree, input_gradients: Tree
     ) -> KeepWork:
         is_first = stage.index == 0
@@ -87,11 +87,11 @@ class AuditedWorkLog(WorkLog):
 
     @override
     def borrows(self, key: CallKey, stage_index: int) -> bool:
-        # A probe asks the coordinator about a stage that it does not hold.
+        # A trainer sends a probe to the coordinator, even for a stage that the coordinator does not hold.
         run = self._membership.run
         run.check_generation(key.generation)
-        is_asked = key.is_probe and not key.weights and stage_index < len(run.rosters)
-        return is_asked and run.coordinator == self._membership.me.peer_id and stage_index not in self._sums.stages
+        is_valid = key.is_probe and not key.weights and stage_index < len(run.rosters)
+        return is_valid and run.coordinator == self._membership.me.peer_id and stage_index not in self._sums.stages
 
     @override
     async def borrowed(self, stage_index: int, version: int) -> Stage:

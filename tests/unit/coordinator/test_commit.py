@@ -525,7 +525,7 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
     assert swarm.state() == before, "asked twice"
     nothing = [NamedReceipts(stage_index=1, receipts=[], origins=[])]
     for changes in ({"round": 2, "named": nothing}, {"round": 2, "struck": [0]}, {"round": 2}):
-        with pytest.raises(ProtocolError, match=r"round are \(0, 3\) here"):
+        with pytest.raises(ProtocolError, match=r"step, round \(0, 3\), got"):
             freeze(**changes)
     places, of_all = [(first, 0, b"\xff" * (1 << 14)) for first in range(3)], [(1.0, LEAD, 3)]
     too_many = [NamedReceipts(stage_index=1, receipts=places, origins=of_all)]

@@ -303,6 +303,6 @@ def test_a_voter_refuses_a_record_that_cannot_follow_from_the_run(make_swarm: Ma
     calls[PROPOSE.name] = tempted
     coup.train(1)
     assert num_refused == 16
-    with pytest.raises(Busy, match="it has missed what record 2 follows from"):
+    with pytest.raises(Busy, match="lacks the record before record 2"):
         swarm.run(ahead[0])  # type: ignore[arg-type]
     coup.check()

@@ -150,7 +150,7 @@ def test_a_server_that_keeps_nothing_does_not_take_over_though_the_coordinator_a
     run = swarm.steps.run
     with pytest.raises(ProtocolError, match=f"{ONLY}: b is no keeper, so it must not coordinate"):
         call(swarm, A, B, TAKE_OVER.name, CoordinatorTerm(term=run.term, generation=0, version=run.version))
-    with pytest.raises(Busy, match=rf"none of \[\] came to coordinate in place of a; {REMEDY}"):
+    with pytest.raises(Busy, match=rf"none of \[\] took over from a as coordinator; {REMEDY}"):
         swarm.run(swarm.servers[A].admission.election.abdicate())
     assert coordinators(swarm) == {A}
 

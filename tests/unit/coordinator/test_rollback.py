@@ -343,10 +343,10 @@ def test_nothing_is_computed_before_the_weights_come(make_swarm: MakeSwarm) -> N
 @pytest.mark.parametrize(
     ("caller", "generation", "words"),
     [
-        ("trainer", 0, "generation is 0; 0 is not the next"),
-        ("trainer", 2, "generation is 0; 2 is not the next"),
-        ("a", 1, "the lead trainer sends a run back, not a"),
-        ("other", 1, "the lead trainer sends a run back, not other"),
+        ("trainer", 0, "next generation is 1, got 0"),
+        ("trainer", 2, "next generation is 1, got 2"),
+        ("a", 1, "the lead trainer rolls a run back, not a"),
+        ("other", 1, "the lead trainer rolls a run back, not other"),
     ],
 )
 def test_who_may_send_it_back_and_where_to(make_swarm: MakeSwarm, caller: str, generation: int, words: str) -> None:

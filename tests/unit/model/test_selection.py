@@ -111,7 +111,7 @@ def test_no_selection_where_a_gradient_is_in_the_sum(make_swarm: MakeSwarm) -> N
     swarm.run(swarm.through(key(), rows(1)))
     before = swarm.state()
     request = SettleRequest(generation=0, step=0, change=StepChange(selection=bias_only(swarm)))
-    with pytest.raises(ProtocolError, match="step 0 has begun here"):
+    with pytest.raises(ProtocolError, match="step 0 has some here"):
         swarm.run(
             swarm.servers[swarm.route()[0]]._transport.call(swarm.route()[1], SETTLE.name, encode(request), timeout=1.0)
         )

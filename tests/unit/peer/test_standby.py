@@ -307,10 +307,10 @@ def test_only_who_coordinates_names_a_standby_and_only_one_that_can(make_swarm: 
     with pytest.raises(SwarmError, match="the run is coordinated by a"):
         inherit(swarm, B, C, by=B)
     swarm.network.freeze(LEAD)
-    with pytest.raises(ProtocolError, match="this peer does not have what the loop was at step 1"):
+    with pytest.raises(ProtocolError, match="a new lead must have the loop's state at step 1"):
         inherit(swarm, B, B)
     swarm.network.thaw(LEAD)
-    with pytest.raises(ProtocolError, match="inherited by a server"):
+    with pytest.raises(ProtocolError, match="must be another server"):
         inherit(swarm, LEAD, C)
     assert {server.membership.run.manifest.lead for server in swarm.servers.values()} == {LEAD}
     keep(swarm, B)

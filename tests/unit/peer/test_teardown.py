@@ -205,7 +205,7 @@ def test_who_coordinates_ends_nothing_while_the_lead_answers(make_swarm: MakeSwa
     async def go() -> Record:
         for method, words in ((BREAK_OFF.name, body), (LEAVE.name, b"")):
             for peer in (B, C, D):
-                with pytest.raises(Busy, match=r"the lead trainer answers this server, so no peer .* ends it"):
+                with pytest.raises(Busy, match="the lead trainer answers this server"):
                     await call(peer, method, words, timeout=SILENCE_S)
                 assert not swarm.servers[peer].admission.left.is_set()
         record = await swarm.step(rows(1))
@@ -225,7 +225,7 @@ def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         for liar in (C, D):
-            with pytest.raises(ProtocolError, match="does not coordinate the run of this peer"):
+            with pytest.raises(ProtocolError, match="only the coordinator of a run may break it off"):
                 await swarm.servers[liar]._transport.call(B, BREAK_OFF.name, body, timeout=1.0)
         assert not swarm.servers[B].admission.left.is_set()
         await swarm.trainer.call(B, LEAVE.name, b"", timeout=1.0)

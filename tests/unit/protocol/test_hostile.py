@@ -985,7 +985,7 @@ def test_tensors_of_who_may_not_send_them_stay_unread(
     transport = swarm.servers[B]._transport if caller == B else swarm.network.transport(caller)
     monkeypatch.setattr(framing, "new_bytes", Mock(side_effect=Unread))
     message = Message(b"", (torch.zeros(1 << 20),))
-    with pytest.raises(ProtocolError, match=r"none of the|sends weights|no server of the run|sends its loop's state"):
+    with pytest.raises(ProtocolError, match=r"none of the|sends weights|must be a server of|sends its loop's state"):
         swarm.run(transport.stream(A, method, message, timeout=10.0))
     assert not framing.new_bytes.called
 
@@ -1188,7 +1188,7 @@ def test_a_trainer_takes_back_and_replaces_only_its_own_calls(make_swarm: MakeSw
     found = swarm.run(step_with(swarm, meddle))
     assert num_meant == 2
     assert num_added == [True, True], "it is not told whose batch that is"
-    assert all(not server.steps.sums._strays for server in swarm.servers.values())
+    assert all(not server.steps.sums._missent for server in swarm.servers.values())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
@@ -1283,7 +1283,7 @@ def test_a_record_of_rosters_that_cannot_be_changes_nothing(
 
 @pytest.mark.parametrize(
     ("touched", "says"),
-    [([], "a record of 0 stages; there are 2"), ([b"\x03", b""], "a bitmap of 2 flags")],
+    [([], "must be of the run's 2 stages, got 0"), ([b"\x03", b""], "a bitmap of 2 flags")],
 )
 def test_a_record_of_other_parameters_than_the_stages_have_is_not_applied(
     make_swarm: MakeSwarm, touched: list[bytes], says: str

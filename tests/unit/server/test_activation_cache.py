@@ -7,7 +7,7 @@ from lightning_swarm.server.compute import ForwardCall, SavedGraph
 from tests.unit.swarm import MODE
 
 CALL = ForwardCall((), {}, [], MODE, 0)
-GRAPH = SavedGraph([], [], has_drawn=False, seen=None, call=CALL)
+GRAPH = SavedGraph([], [], has_drawn=False, batch_statistics=None, call=CALL)
 
 
 def kept(input_bytes: int, graph_bytes: int) -> CachedForward:

@@ -177,7 +177,7 @@ def test_what_is_not_kept_is_asked_for(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b", limits=Limits(cache_bytes=0, call_timeout=30.0)), rows(1)
     output = swarm.run(swarm.forward(key(), x))
     before = swarm.state()
-    with pytest.raises(TicketGone, match="send its input along"):
+    with pytest.raises(TicketGone, match="send its input with the backward"):
         swarm.run(swarm.backward(key(), output))
     assert swarm.state() == before
 
@@ -218,7 +218,7 @@ def test_a_backward_for_the_input_alone_adds_nothing_whatever_it_says(
     swarm, x = make_swarm("a", "b"), rows(1)
     k = key(**changes)
     output = swarm.run(swarm.forward(k, x))
-    with pytest.raises(ProtocolError, match="add nothing to a sum"):
+    with pytest.raises(ProtocolError, match="must add nothing to a sum"):
         swarm.run(swarm.backward(k, output))
 
     reports = swarm.run(swarm.backward(k, output, accumulate=False))
@@ -516,7 +516,7 @@ def test_a_backward_of_a_later_step_is_refused(make_swarm: MakeSwarm) -> None:
     before = swarm.state()
     for accumulate in (True, False):
         message = swarm.backward_request(key(step=1), 0, [A], x, accumulate=accumulate, again=((x,), {}))
-        with pytest.raises(ProtocolError, match="that is open, one of \\[0\\]"):
+        with pytest.raises(ProtocolError, match="one of the open steps \\[0\\]"):
             swarm.run(swarm.send(A, BACKWARD.name, message))
     assert swarm.state() == before
 
@@ -690,7 +690,7 @@ def test_a_job_of_a_run_that_was_left_meanwhile_changes_nothing(
         releasing = asyncio.create_task(server.release())
         await asyncio.sleep(1.0)
         (_, add), *_ = executor.held or []
-        with pytest.raises(ProtocolError, match="in no run"):
+        with pytest.raises(ProtocolError, match="is not in a run yet"):
             add()
         executor.held = (executor.held or [])[1:]
         executor.finish()

@@ -143,7 +143,7 @@ def test_a_gradient_of_another_step_is_refused(swarm: Swarm) -> None:
 
 
 def test_no_microbatch_goes_there(swarm: Swarm) -> None:
-    with pytest.raises(ProtocolError, match="stage 2 is what trainers compute themselves"):
+    with pytest.raises(ProtocolError, match="trainers compute stage 2 themselves"):
         swarm.run(
             swarm.send(PeerId("t"), "stage.forward", swarm.forward_request(key(), AROUND, ["", PeerId("b")], rows(1)))
         )

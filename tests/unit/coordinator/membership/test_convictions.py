@@ -141,7 +141,7 @@ def test_servers_answer_it_as_one_of_no_run(make_swarm: MakeSwarm, audits: dict[
     swarm.run(step(swarm, 0))
     swarm.run(convicted(swarm, audits, B))
     for peer in (A, C, D):
-        with pytest.raises(ProtocolError, match="records are for the run's servers, and b is none"):
+        with pytest.raises(ProtocolError, match="records are sent only to the run's servers, got a call of b"):
             call(swarm, peer, PULL.name, StepRequest(generation=0, step=1))
         assert not swarm.servers[peer].membership.knows_server(B)
 

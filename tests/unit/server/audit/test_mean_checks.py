@@ -127,7 +127,7 @@ def test_a_mean_is_replaced_by_one_of_its_kind_and_stays_replaced(swarm: Swarm) 
     averaged(swarm)
     state, request = swarm.state(), MeanReplacement(closing=CLOSING, stage_index=1)
     for tensors in ((), (MEAN, MEAN), (MEAN[1:],), (MEAN.float(),), (MEAN.view(1, -1),)):
-        with pytest.raises(ProtocolError, match="a mean of stage 1 is"):
+        with pytest.raises(ProtocolError, match="a mean of stage 1 must be"):
             stream(swarm, A, REPLACE_MEAN.name, request, *tensors)
         assert swarm.state() == state
     stream(swarm, A, REPLACE_MEAN.name, request, MEAN)
@@ -157,14 +157,14 @@ def test_a_server_examines_others_only_for_itself(swarm: Swarm) -> None:
     for caller, peer in ((A, B), (B, A), (LEAD, A), (B, B)):
         with pytest.raises((ProtocolError, NotCoordinator)):
             call(swarm, caller, peer, EXAMINE.name, request)
-    with pytest.raises(ProtocolError, match="the members are"):
+    with pytest.raises(ProtocolError, match="answers must come from the members"):
         call(swarm, A, A, EXAMINE.name, replaced(request, answers={}))
     for change in ({"sums": []}, {"norms": [-1.0] * 1024}, {"parts": []}, {"given": []}):
         with pytest.raises(ProtocolError):
             call(swarm, A, A, EXAMINE.name, replaced(request, answers={B: replaced(request.answers[B], **change)}))
     for changes in ({"length": 1 << 50}, {"commitments": {}}):
         reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, **changes)), ExamineReply)
-        assert "shows another sum" in reply.lies[B]
+        assert "sent a sum" in reply.lies[B]
     for changes in ({"length": 0}, {"dtype": "float32"}):  # more bytes than allowed
         reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, **changes)), ExamineReply)
         assert (reply.lies, [*reply.unreached]) == ({}, [B])
@@ -194,7 +194,7 @@ def test_a_commitment_to_another_sum_is_a_lie(swarm: Swarm) -> None:
     request = examine(swarm, digest=bytes(32))
     for drawn in (None, [B]):
         reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, drawn=drawn)), ExamineReply)
-        assert "shows another sum" in reply.lies[B]
+        assert "sent a sum" in reply.lies[B]
     reply = decode(call(swarm, A, A, EXAMINE.name, replaced(request, drawn=[])), ExamineReply)
     assert reply.lies == {}
 
