@@ -231,7 +231,7 @@ class StandbyLead:
         released, left = self._admission.released, self._admission.left
         if self.run is not None:
             await first_of(released.wait(), left.wait(), self._while_rollback_possible())
-        return self._admission.goes_on_at if released.is_set() else None
+        return self._admission.continues_at if released.is_set() else None
 
     async def _while_rollback_possible(self) -> None:
         """Wait until no rollback can come: the run is complete, or its lead is gone or rolled back without this one."""

@@ -367,7 +367,7 @@ class MembershipLifecycle:
                 announced = only_here
             within_s = min(_ASK_S, max(end_s - now_s(), 0.0))
             version = self._server.steps.version
-            await first_of(admission.left.wait(), self._server.steps.passed(version, within_s=within_s))
+            await first_of(admission.left.wait(), self._server.steps.wait_for_later(version, within_s=within_s))
         await first_of(admission.left.wait(), timeout=_LINGER_S)
         return not admission.left.is_set()
 

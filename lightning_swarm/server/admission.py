@@ -51,7 +51,7 @@ class Admission:
         self.failure: StepError | None = None  # set if this server's stages have become unusable
         self._broken_off = ""  # the reason, if the run was broken off instead of ended by its lead
         self.released = asyncio.Event()  # set until this peer's trainer has seen that it must roll back
-        self.goes_on_at = 0  # the step from which the next run continues
+        self.continues_at = 0  # the step from which the next run continues
         self.inherits = asyncio.Event()  # set if this peer must roll the run back in place of its lead
         self.inherits_at = 0  # the step to which it rolls back
         self.can_inherit: Callable[[int], bool] = lambda _: False  # whether the lead's loop at a step is kept here
@@ -83,7 +83,7 @@ class Admission:
         return self.ending_error
 
     @contextlib.asynccontextmanager
-    async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
+    async def joining_run(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Prevent admission to other runs while joining a run; yield False if this peer is in a run already."""
         async with self.transition:  # waits for an admission in progress
             is_free = not self.membership.has_run
@@ -152,7 +152,7 @@ class Admission:
             raise ProtocolError(f"a new lead must have the loop's state at step {request.first_step}")
         self.membership.run.change_lead(request.new_lead)
         if is_me:
-            self.inherits_at = self.goes_on_at = request.first_step
+            self.inherits_at = self.continues_at = request.first_step
             self.inherits.set()
             self.released.set()
 
@@ -190,7 +190,7 @@ class Admission:
 
     async def _handle_break_off(self, caller: PeerId, broken_off: RunAborted) -> None:
         """Break off the run, because the coordinator reports that the lead is gone."""
-        if not self.membership.led_by(caller):
+        if not self.membership.coordinated_by(caller):
             raise ProtocolError(f"only the coordinator of a run may break it off, got a call of {caller}")
         if not self.left.is_set() and (run := self.membership.protected_run(caller)) is not None:
             await self._check_lead_missed(run)

@@ -106,7 +106,7 @@ class RunMembership:
         """The lead of the run that this server is in, or was in last."""
         return self.run_or_none.manifest.lead if self.run_or_none is not None else self._former_lead
 
-    def led_by(self, peer: PeerId) -> bool:
+    def coordinated_by(self, peer: PeerId) -> bool:
         """Return whether `peer` coordinates the run that this server is in, or wants to join."""
         if self.trains_in is not None and peer == self.trains_in.coordinator:
             return True

@@ -111,7 +111,7 @@ class JoinChecks:
         """Return the servers to ask for the state, in order."""
         return servers
 
-    def blame(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
+    def reject_donor(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
         """Raise `Unconfirmed` in place of an error that false state from the donor may have caused."""
 
     async def check_record(self, record: Record) -> None:

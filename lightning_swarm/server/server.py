@@ -145,7 +145,7 @@ class Server:
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
             await self.release()
-            self.admission.goes_on_at = request.first_step
+            self.admission.continues_at = request.first_step
             self.admission.released.set()
         else:
             self.membership.check_released_by(caller)

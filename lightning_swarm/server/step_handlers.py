@@ -104,17 +104,17 @@ class StepHandlers:
         key: CallKey,
         gradients: Mapping[str, Tensor | None],
         weight: float,
-        seen: Tensor | None = None,
+        batch_statistics: Tensor | None = None,
     ) -> None:
         """Add a batch's gradients of layers around the pipeline, which this trainer computed; see `GradientSums.add`.
 
-        The key has 0 for ``index`` and ``call``. Gradients may be missing or None. `seen` are the
+        The key has 0 for ``index`` and ``call``. Gradients may be missing or None. `batch_statistics` are the
         statistics of batch norms.
         """
         stage = self.stage(index)
         in_order = [gradients.get(name) for name in stage.trainable_names]
         origin = Origin(weight, self._membership.me.peer_id)
-        await self._compute(lambda: self.sums.add(stage, key, in_order, origin, seen))
+        await self._compute(lambda: self.sums.add(stage, key, in_order, origin, batch_statistics))
 
     async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
         """Copy a stage's weights of a version, or of the newest; return the version and the copies."""
@@ -148,7 +148,7 @@ class StepHandlers:
             )
         await self.wait_for_version(version)
 
-    async def passed(self, version: int, *, within_s: float, written: float = math.inf) -> None:
+    async def wait_for_later(self, version: int, *, within_s: float, written: float = math.inf) -> None:
         """Wait up to `within_s` for a later version, or for weights written under a number above `written`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._applied:
@@ -156,7 +156,7 @@ class StepHandlers:
 
     async def wait_for_written(self, version: int, number: int) -> None:
         """Wait at a joiner for the weights written at a version; raise `DeadlineExceeded` if they do not come."""
-        await self.passed(version, written=number - 1, within_s=self._timeout)
+        await self.wait_for_later(version, written=number - 1, within_s=self._timeout)
         if (self.version, self.sums.next.change.number) < (version, number):
             raise DeadlineExceeded(f"the weights written at version {version} did not come in {self._timeout:g} s")
 

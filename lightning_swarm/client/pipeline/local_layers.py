@@ -32,7 +32,12 @@ class LocalStage(Protocol):
     """Copies of the local layers at this peer's own server, which sums their gradients and steps them."""
 
     async def add_batch(
-        self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float, seen: Tensor | None
+        self,
+        index: int,
+        key: CallKey,
+        gradients: Mapping[str, Tensor | None],
+        weight: float,
+        batch_statistics: Tensor | None,
     ) -> None:
         """Add a batch's gradients, and its batch norms' statistics (`seen`), to the stage's sum, once."""
 

@@ -45,7 +45,7 @@ class AuditedJoinChecks(JoinChecks):
         return sorted(donors, key=lambda peer: peer != coordinator) if self._rejected_donors else donors
 
     @override
-    def blame(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
+    def reject_donor(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
         is_outage = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
         if is_outage or donor in (None, coordinator):
             return

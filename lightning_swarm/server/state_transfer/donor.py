@@ -150,7 +150,7 @@ class Donor:
 
     async def _handle_meet(self, caller: PeerId, candidate: Candidate) -> None:
         """Connect to a joiner that the coordinator introduces."""
-        if not self._membership.led_by(caller):
+        if not self._membership.coordinated_by(caller):
             raise ProtocolError(f"a joiner is introduced by the coordinator, not by {caller}")
         peer = candidate.member.peer_id
         try:
@@ -252,7 +252,9 @@ class Donor:
             follower.admit_by = self._steps.version + missed + _RECORDS_TO_ADMIT
         self._end_download(caller)
         self._drop_unneeded()
-        await self._steps.passed(request.version, written=request.written, within_s=min(request.hold_s, _HOLD_S))
+        await self._steps.wait_for_later(
+            request.version, written=request.written, within_s=min(request.hold_s, _HOLD_S)
+        )
         self._check_generation(request.generation)  # it may have changed meanwhile
         if request.version >= self._steps.version:
             has_seats = request.seated or request.version > self._steps.version

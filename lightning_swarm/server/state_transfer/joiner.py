@@ -91,7 +91,7 @@ class Joiner:
         while not self._is_done:
             coordinator = await self._find_coordinator(find_announced)
             if coordinator is not None:
-                async with self._admission.asking(coordinator) as may_join:
+                async with self._admission.joining_run(coordinator) as may_join:
                     if may_join:  # otherwise a run has admitted this peer meanwhile
                         await self._join(coordinator, find_announced)
                     return
@@ -207,7 +207,7 @@ class Joiner:
             self._report(f"Stage {self._stage.index} is loaded, at step {version}. This peer enters when a step ends.")
             await self._follow(donor, self._stage)
         except SwarmError as error:
-            checks.blame(error, download.donor, coordinator, self._stage.index)
+            checks.reject_donor(error, download.donor, coordinator, self._stage.index)
             raise
 
     async def _download(
@@ -310,7 +310,7 @@ class Joiner:
         """Collect and hold a round's mean gradient, so that its record may admit this server."""
         closing = request.closing
         stage = self._stage
-        if stage is None or self._membership.is_member or not self._membership.led_by(caller):
+        if stage is None or self._membership.is_member or not self._membership.coordinated_by(caller):
             raise ProtocolError(f"this peer is not joining a run of {caller}")
         await self._steps.wait_for_version(closing.step)
         self._steps.sums.check(caller, closing.generation, closing.step)

@@ -787,7 +787,7 @@ def test_who_ends_a_server_that_asks_to_join(make_swarm: MakeSwarm) -> None:
     transports = {name: swarm.network.transport(name) for name in (host, coordinator)}
 
     async def go() -> None:
-        async with admission.asking(coordinator):
+        async with admission.joining_run(coordinator):
             with pytest.raises(ProtocolError, match=r"ended by one of \['coordinator'\], not by host"):
                 await transports[host].call(A, LEAVE.name, b"", timeout=1.0)
             assert not admission.left.is_set()

@@ -145,7 +145,7 @@ def test_who_gave_up_joining_can_be_admitted(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         with pytest.raises(Unreachable):
-            async with server.admission.asking(A):
+            async with server.admission.joining_run(A):
                 raise Unreachable("the coordinator is gone")
         await discovery.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=10.0)
         await swarm.step(rows(0))
