@@ -1,4 +1,4 @@
-"""`AttachStrategy`: tunes an adapter in this process over a model that a swarm serves, by Lightning's own loop."""
+"""`AttachStrategy`: tunes an adapter in this process, with Lightning's own loop, over a model that a swarm serves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     _SingleDeviceStrategy = object
 
-_INITS: Final = (True, False, "gaussian", "orthogonal")  # peft's other methods compute with the layers' own weights
+_INITS: Final = (True, False, "gaussian", "orthogonal")  # peft's other methods need the adapted layers' weights
 # The Trainer's precision -> dtype that the served model must have; other precisions fit any dtype.
 _DTYPES: Final = {"16-true": "float16", "bf16-true": "bfloat16", "64-true": "float64"}
 
@@ -35,7 +35,7 @@ class AttachStrategy(_SingleDeviceStrategy):
     The blocks are computed by servers of ``lightning-swarm serve``; their weights stay there and do not change. The
     adapter, its optimizer and its checkpoints are this process's own, so all of Lightning's loop works as on one
     device: accumulation, clipping, schedulers, several optimizers, manual optimization. Many users may tune over the
-    same servers. If a server dies, another one computes the same values.
+    same servers. If a server dies, another server computes the same values.
 
     The servers see hidden states and the adapter, so use only servers that you trust with them.
 
@@ -103,19 +103,19 @@ class AttachStrategy(_SingleDeviceStrategy):
     def _check(self, module: LightningModule) -> None:
         """Refuse a module that cannot be tuned over servers, before training begins."""
         base, card = self._client.model, self._client.card
-        if not any(one is base for one in module.modules()):
+        if not any(submodule is base for submodule in module.modules()):
             raise ConfigError(
-                "a LightningModule must hold the served model that it tunes, and this one does not. Build it with the "
-                "model of `strategy.base_model()`, or one that peft has made of it."
+                f"a LightningModule must hold the served model that it tunes, but {type(module).__name__} does not. "
+                "Build it with the model from `strategy.base_model()`, or with a peft model around that model."
             )
         wanted = _DTYPES.get(str(module.trainer.precision))
         if wanted is not None and dtype_of(wanted) != dtype_of(card.dtype):
             raise ConfigError(
-                f"`precision={module.trainer.precision!r}` must be that of the served model, whose weights are "
-                f"{card.dtype}. Leave it out, or have the model served with `--dtype {wanted}`."
+                f"`precision={module.trainer.precision!r}` must fit the served model, whose weights are {card.dtype}. "
+                f"Leave it out, or have the model served with `--dtype {wanted}`."
             )
-        for one in module.modules():
-            for config in getattr(one, "peft_config", {}).values():
+        for submodule in module.modules():
+            for config in getattr(submodule, "peft_config", {}).values():
                 _check_peft(config)
         find_adapters(self._client.blocks, card.ranges)
 
@@ -123,27 +123,27 @@ class AttachStrategy(_SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Move the module's own tensors only; moving a placeholder of a served weight would allocate its full size."""
         assert self.lightning_module is not None
-        places, device = set(map(id, self._client.placeholders)), self.root_device
-        for one in self.lightning_module.modules():
-            for parameter in one._parameters.values():
-                if parameter is not None and id(parameter) not in places:
+        placeholders, device = set(map(id, self._client.placeholders)), self.root_device
+        for submodule in self.lightning_module.modules():
+            for parameter in submodule._parameters.values():
+                if parameter is not None and id(parameter) not in placeholders:
                     parameter.data = parameter.data.to(device)
-            for name, buffer in one._buffers.items():
-                if buffer is not None and id(buffer) not in places:
-                    one._buffers[name] = buffer.to(device)
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None and id(buffer) not in placeholders:
+                    submodule._buffers[name] = buffer.to(device)
 
     @override
     def teardown(self) -> None:
-        with changed(self, _lightning_module=None):  # else the base class moves it to the CPU
+        with changed(self, _lightning_module=None):  # otherwise the base class moves the module to the CPU
             super().teardown()
 
     def _served_names(self) -> set[str]:
-        """Return the names under which the module has placeholders of served weights."""
-        places = set(map(id, self._client.placeholders))
+        """Return the module's names for the placeholders of served weights."""
+        placeholders = set(map(id, self._client.placeholders))
         module = self.lightning_module
         assert module is not None
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        return {name for name, tensor in named if id(tensor) in places}
+        return {name for name, tensor in named if id(tensor) in placeholders}
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -154,13 +154,14 @@ class AttachStrategy(_SingleDeviceStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
-        found = module.load_state_dict(checkpoint["state_dict"], strict=False)
-        missing = sorted(set(found.missing_keys) - self._served_names())
-        if strict and (missing or found.unexpected_keys):
+        keys = module.load_state_dict(checkpoint["state_dict"], strict=False)
+        missing = sorted(set(keys.missing_keys) - self._served_names())
+        if strict and (missing or keys.unexpected_keys):
             raise ConfigError.like(
                 RuntimeError,
-                "a checkpoint must have all that is in no block of the served model, and nothing else: missing are "
-                f"{missing[:5]}, unexpected {found.unexpected_keys[:5]}. Load it into the module that saved it.",
+                "a checkpoint must have the module's tensors outside the served model's blocks, and no others: "
+                f"{missing[:5]} are missing, {keys.unexpected_keys[:5]} unexpected. Load it into the module that saved "
+                "it.",
             )
 
 
@@ -168,6 +169,6 @@ def _check_peft(config: Any) -> None:
     check_kind(config)
     if hasattr(config, "init_lora_weights") and config.init_lora_weights not in _INITS:
         raise ConfigError(
-            f"`init_lora_weights={config.init_lora_weights!r}` computes with the weights of the blocks, which are on "
-            "servers. Use True or 'gaussian'."
+            f"`init_lora_weights` must not need the weights of the blocks, which are on the servers; got "
+            f"{config.init_lora_weights!r}. Use True or 'gaussian'."
         )

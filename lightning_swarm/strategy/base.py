@@ -1,4 +1,4 @@
-"""The base of `SwarmStrategy`, with the state that the other modules of the strategy share."""
+"""The base of `SwarmStrategy`: the state that the strategy's modules share, ranks of trainers, and collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import RunView, StageManifest
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.collectives import asks_as_user, decode_shared, encode_shared, refuse_collective
+from lightning_swarm.strategy.collectives import decode_shared, encode_shared, is_called_by_user, refuse_collective
 from lightning_swarm.strategy.data.loader import is_reading
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import ImportTree, callbacks_named
@@ -32,30 +32,31 @@ from lightning_swarm.strategy.weight_sync import ModuleWeights
 if TYPE_CHECKING:
     _Strategy = Strategy
 else:
-    _Strategy = object  # `written_once` puts `SwarmStrategy` before the Strategy of either import tree
+    _Strategy = object  # `written_once` derives `SwarmStrategy` from the Strategy of each import tree
 
 
 class MachineLauncher(_Launcher):
-    """The part of the launcher with this process's number among this machine's peers."""
+    """The part of the launcher that numbers this machine's peers."""
 
     def __init__(self, num_peers: int) -> None:
         super().__init__()
         self._num_peers = num_peers  # on this machine, this process included
         self.local_rank = process.local_rank()  # this process's number among this machine's peers
-        self.launch_id = process.launch_id()  # id of the newest peers started together; a run's id may be reused
+        # Id of the newest group of peers that this machine started together, because a run's id may be reused.
+        self.launch_id = process.launch_id()
 
     @property
-    def starts_others(self) -> bool:
-        """Return whether this process starts further peers of its machine."""
+    def starts_peers(self) -> bool:
+        """Return whether this process starts the other peers of its machine."""
         return self._num_peers > 1 and self.local_rank == 0
 
 
 class StrategyBase(_Strategy):
-    """The module, the run, the ranks of trainers and their collectives, as Lightning and other modules see them."""
+    """The strategy's module, run, ranks and collectives, for Lightning and for the strategy's other modules."""
 
-    # Lightning's own collectives return at once, as in one process, because the lead alone decides and saves. Before
-    # the first batch, user code gets the lead's values: other trainers wait for the lead, which never waits.
-    # Collectives that need other trainers' values are refused.
+    # Collectives that Lightning calls return at once, as in one process, because the lead alone decides and saves. If
+    # user code calls `broadcast` or `barrier` before the first batch, other trainers wait for the lead, and get its
+    # value; the lead never waits. Collectives that need other trainers' values are refused.
 
     framework: ClassVar[ImportTree]
     config: SwarmConfig
@@ -70,19 +71,19 @@ class StrategyBase(_Strategy):
         self.initial_weights = InitialWeights()  # makes weights that the module does not hold
         self.ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self.inherited_stages: Sequence[StageManifest] = ()  # the cut of a run that this process took over
-        self.total_steps: int | None = None  # steps of the run, while a peer without data makes its optimizer
+        self.total_steps: int | None = None  # the run's steps; set while a peer without data makes its optimizer
         self.has_read_data = False  # a peer that serves has read the data to build the model
-        self.data: SharedData | None = None  # of the current run, or of the run that is about to begin
+        self.data: SharedData | None = None  # set before the run begins
         self.run: SwarmRun | None = None  # the run under way
-        self.weights: ModuleWeights | None = None  # the lead's, of the current run or the last run
-        self.joined: RunView | None = None  # the run that this process joined as a further trainer
+        self.weights: ModuleWeights | None = None  # set at the lead; kept after the run
+        self.joined: RunView | None = None  # the run under way that this process joined as another trainer
         self.is_shared = False  # the run has, or may get, other trainers
         self.num_trainers = 1  # trainers that are started together on this machine
-        self.divides_data = True  # the strategy divides the data among them; else user code does
+        self.divides_data = True  # the strategy divides the data among the trainers; otherwise user code does
         self._num_collectives = 0  # user code's collectives in this call of the Trainer
         self._has_begun = False  # the first batch has begun
         self._in_batches = False  # Lightning is running batches, not making loaders
-        self._own_rank: int | None = None  # former `rank_zero_only.rank`, while a run has replaced it
+        self._former_rank: int | None = None  # `rank_zero_only.rank` from before the run, while the run has replaced it
 
     @property
     def own_module(self) -> LightningModule:
@@ -105,7 +106,7 @@ class StrategyBase(_Strategy):
 
     @property
     def own_peer(self) -> Peer:
-        """Return this process's peer, once it was started."""
+        """Return this process's peer, once it has started."""
         assert self.peer is not None
         return self.peer
 
@@ -141,9 +142,9 @@ class StrategyBase(_Strategy):
     # ------------------------------------------------------------------ the trainers of a run
 
     def count_trainers(self, trainer: Trainer) -> None:
-        """Count the trainers that a call of the Trainer starts on this machine; count its collectives anew."""
-        together = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
-        self.num_trainers = self.num_devices if together else 1
+        """Set the number of trainers that a call of the Trainer starts on this machine, and check their settings."""
+        every_peer_trains = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
+        self.num_trainers = self.num_devices if every_peer_trains else 1
         self.divides_data = bool(trainer._accelerator_connector.use_distributed_sampler)
         self._num_collectives = 0
         if self.num_trainers > 1:
@@ -151,7 +152,7 @@ class StrategyBase(_Strategy):
         self.is_shared = self.num_trainers > 1 or checks.may_be_shared(trainer, self.config)
 
     def join_running(self, trainer: Trainer) -> bool:
-        """Join a run under way as a further trainer, and return True; False if this process begins a run."""
+        """Join a run under way as another trainer, and return True; False if this process begins a run."""
         config = self.config
         may_train = config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
         if not may_train or not config.initial_peers or self.local_rank:
@@ -166,40 +167,40 @@ class StrategyBase(_Strategy):
         return True
 
     def take_rank(self, joined: RunView | None) -> None:
-        """Set the rank for a run that this process joined as a further trainer, or for a run that it now leads."""
+        """Set the rank for a run under way that this process `joined`, or, if None, for a run that it leads."""
         self.joined = joined
         ranks = vars(rank_zero_only)  # a process of rank zero logs
-        if self._own_rank is None:
-            self._own_rank = ranks["rank"]
+        if self._former_rank is None:
+            self._former_rank = ranks["rank"]
         ranks["rank"] = self.global_rank
 
     def restore_rank(self) -> None:
         """Restore the process's own rank after a run, and forget the run's model."""
         self.joined, self.inherited_stages, self._compiled = None, (), {}
-        if self._own_rank is not None:
-            vars(rank_zero_only)["rank"], self._own_rank = self._own_rank, None
+        if self._former_rank is not None:
+            vars(rank_zero_only)["rank"], self._former_rank = self._former_rank, None
 
     def waits_for_fit(self, trainer: Trainer) -> bool:
         """Return whether this process was started to train beside the lead, but only evaluates so far."""
-        is_child = self.local_rank > 0 and process.is_trainer()
-        return is_child and self.peer is None and trainer.state.fn != TrainerFn.FITTING
+        is_other_trainer = self.local_rank > 0 and process.is_trainer()
+        return is_other_trainer and self.peer is None and trainer.state.fn != TrainerFn.FITTING
 
     @contextmanager
     def evaluating_beside(self, trainer: Trainer) -> Iterator[None]:
         """Inside, an evaluation writes no predictions, because the lead runs the same evaluation, and writes them."""
-        own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
-        callbacks, writers = list(own.callbacks), callbacks_named("BasePredictionWriter")
-        own.callbacks[:] = [callback for callback in callbacks if not isinstance(callback, writers)]
+        untyped: Any = trainer  # Lightning sets its attributes in its connectors
+        callbacks, writers = list(untyped.callbacks), callbacks_named("BasePredictionWriter")
+        untyped.callbacks[:] = [callback for callback in callbacks if not isinstance(callback, writers)]
         try:
             yield
         finally:
-            own.callbacks[:] = callbacks
+            untyped.callbacks[:] = callbacks
 
     @property
     def global_rank(self) -> int:
         """Return this trainer's rank.
 
-        - In a process that joined a run under way: a rank after those of all earlier trainers.
+        - In a process that joined a run under way: a rank after the ranks of all earlier trainers.
         - For code that makes or reads data, if the swarm divides the data: 0, as in one process.
         - Otherwise: the local rank.
         """
@@ -209,7 +210,7 @@ class StrategyBase(_Strategy):
 
     @property
     def world_size(self) -> int:
-        """Return 1, as in one process; for user code that divides the data itself, the number of trainers."""
+        """Return 1, as in one process; the number of trainers for user code that divides the data itself."""
         return self.num_trainers if not self.divides_data and is_reading() else 1
 
     @property
@@ -221,7 +222,7 @@ class StrategyBase(_Strategy):
     def is_distributed(self) -> bool:
         """Return whether `sync_dist=True` has an effect: only in training, because the lead alone validates."""
         module = self.lightning_module
-        # Lightning also asks when it makes loaders; True would make it divide the data in its own way.
+        # Lightning also reads this when it makes loaders; True would make it divide the data in its own way.
         return self._in_batches and self.is_shared and module is not None and bool(module.trainer.training)
 
     @override
@@ -240,39 +241,39 @@ class StrategyBase(_Strategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the lead's value to user code of trainers that one program started; else the process's own value."""
-        return self._of_lead(obj, "broadcast") if asks_as_user() else obj
+        """Return `obj`; to user code of trainers that one program started, return the lead's value."""
+        return self._lead_value(obj, "broadcast") if is_called_by_user() else obj
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait, if user code asks, until the lead has reached the same barrier. The lead does not wait."""
-        if asks_as_user():
-            self._of_lead(None, "barrier")
+        """Wait, if user code calls this, until the lead has reached the same barrier. The lead does not wait."""
+        if is_called_by_user():
+            self._lead_value(None, "barrier")
             return
         if name == "train_dataloader()":
             self._in_batches = False
-        starts_others = isinstance(self._launcher, MachineLauncher) and self._launcher.starts_others
-        if name == "pre_setup" and (self.num_trainers > 1 or starts_others):
+        starts_peers = isinstance(self._launcher, MachineLauncher) and self._launcher.starts_peers
+        if name == "pre_setup" and (self.num_trainers > 1 or starts_peers):
             # The files that `prepare_data` makes on this machine must exist before any process reads them.
-            if starts_others or self.is_global_zero:
+            if starts_peers or self.is_global_zero:
                 self.own_peer.lead.announce_event(self.launch_id, "prepare_data")
             else:
                 self.own_peer.follower.await_event(self.launch_id, "prepare_data")
 
-    def _of_lead(self, value: Any, name: str) -> Any:
-        """Return the lead's value from the call of the same number: trainers of one program make the same calls."""
+    def _lead_value(self, value: Any, name: str) -> Any:
+        """Return the lead's value of the same collective: its number names it, as all trainers make the same calls."""
         trainer = self.own_module.trainer
-        # Only this process runs here: the lead validates alone, and a waiting child evaluates by itself.
-        lead_is_alone = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
-        if lead_is_alone or (self.num_trainers == 1 and self.joined is None):
+        # No other trainer is at this call: the lead validates alone, and trainers that wait for `fit` evaluate alone.
+        is_alone = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
+        if is_alone or (self.num_trainers == 1 and self.joined is None):
             return value
         if self._has_begun or self.joined is not None:
             if name == "broadcast":
                 refuse_collective(name)
             return value
         self._num_collectives += 1
-        what = f"{name} {self._num_collectives}"
+        event = f"{name} {self._num_collectives}"
         if self.is_global_zero:
-            self.own_peer.lead.announce_event(self.launch_id, what, encode_shared(value, name))
+            self.own_peer.lead.announce_event(self.launch_id, event, encode_shared(value, name))
             return value
-        return decode_shared(self.own_peer.follower.await_event(self.launch_id, what), name)
+        return decode_shared(self.own_peer.follower.await_event(self.launch_id, event), name)

@@ -34,7 +34,7 @@ from lightning_swarm.strategy.rollback.loop_state import UNSAVED
 from lightning_swarm.strategy.rollback.rollback import Rollback
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
-_PEERS: Final = "swarm_peers"  # only in a run by invitation: the invitations that peers used, and the owner's bans
+_PEERS: Final = "swarm_peers"  # entry of a checkpoint, if peers need invitations: used invitations and the owner's bans
 
 
 class CheckpointFiles(Callback):
@@ -46,10 +46,10 @@ class CheckpointFiles(Callback):
         self._jobs: list[Future[None]] = []
         self._under_way: str | None = None  # path of the newest file that is written in the background
         self._error: BaseException | None = None
-        self._in_background = False  # True while a file is saved that no code reads before the next hook
+        self._in_background = False  # True while a file is saved that no other code reads before the next hook
         self._hook = ""  # name of the Trainer's current or last hook
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        # Subclasses are not watched, because user code may use the file as soon as it is saved.
+        # Subclasses are not watched, because their code may use the file as soon as it is saved.
         self._watched = [
             callback for callback in self._callbacks if type(callback) in callbacks_named("ModelCheckpoint")
         ]
@@ -63,15 +63,15 @@ class CheckpointFiles(Callback):
         """Write a file. `unshared` tensors of the checkpoint need no copy, because nothing else refers to them."""
         self.finish()
         write = partial(self._io.save_checkpoint, storage_options=options)
-        taken = _copied(checkpoint, unshared) if self._in_background else None
-        if taken is None:
+        copied = _copied(checkpoint, unshared) if self._in_background else None
+        if copied is None:
             write(checkpoint, path)
         else:
             self._under_way = os.fspath(path)
-            self._jobs.append(self._thread.submit(self._run, write, taken, path))
+            self._jobs.append(self._thread.submit(self._run, write, copied, path))
 
     def remove(self, path: str | Path) -> None:
-        """Remove a file after the pending writes, so that a killed run leaves the old file or the new one."""
+        """Remove a file after the pending writes, so that a killed run leaves the old file or its replacement."""
         if self._jobs:
             self._jobs.append(self._thread.submit(self._run, self._io.remove_checkpoint, path))
         else:
@@ -98,17 +98,17 @@ class CheckpointFiles(Callback):
         """Finish the pending writes before a hook of user code, which may read the files."""
         if name != "on_save_checkpoint":  # this hook is called within other hooks
             self._hook = name
-        # A failed write, for example on a full disk, is reported at the next batch, but not in place of another error.
+        # A failed write, for example on a full disk, is reported at the next batch. It must not replace another error.
         reports_failure = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
         if name == "on_exception":
             wait(self._jobs)
-        elif reports_failure or name == "on_train_end" or (self._jobs and self._runs_users_code(trainer, name)):
+        elif reports_failure or name == "on_train_end" or (self._jobs and self._runs_user_code(trainer, name)):
             self.finish()
 
-    def _runs_users_code(self, trainer: Trainer, name: str) -> bool:
+    def _runs_user_code(self, trainer: Trainer, name: str) -> bool:
         """Return whether a callback or the module has a hook of this name that is not Lightning's own."""
         hooks = [getattr(owner, name, None) for owner in (*self._callbacks, trainer.lightning_module)]
-        return any(hook is not None and not _is_lightnings(hook) for hook in hooks)
+        return any(hook is not None and not _is_from_library(hook) for hook in hooks)
 
     def _run(self, work: Callable[..., object], *args: object) -> None:
         """Write or remove a file, in the background thread."""
@@ -122,20 +122,20 @@ class CheckpointFiles(Callback):
     def _watch(self, callback: Any) -> Sequence[Override]:
         """Intercept a `ModelCheckpoint` when it saves a file, and when it checks whether a file exists."""
 
-        def save_meanwhile(trainer: Trainer, filepath: str) -> None:
+        def save_checkpoint(trainer: Trainer, filepath: str) -> None:
             # The file must exist at once if the callback links to it, or if a logger or user code runs next.
             is_read = callback.save_last == "link" or any(map(_may_read_file, trainer.loggers))
-            in_background = not (is_read or self._runs_users_code(trainer, self._hook))
+            in_background = not (is_read or self._runs_user_code(trainer, self._hook))
             with changed(self, _in_background=in_background):
                 save.replaced(trainer, filepath)
 
-        def is_there(filepath: str, trainer: Trainer) -> bool:
+        def file_exists(filepath: str, trainer: Trainer) -> bool:
             if os.fspath(filepath) == self._under_way:
                 self.finish()
             return bool(exists.replaced(filepath, trainer))
 
-        save = Override(callback, "_save_checkpoint", save_meanwhile)
-        exists = Override(callback, "file_exists", is_there)
+        save = Override(callback, "_save_checkpoint", save_checkpoint)
+        exists = Override(callback, "file_exists", file_exists)
         return save, exists
 
 
@@ -146,20 +146,20 @@ def _add_hook(name: str) -> None:
     setattr(CheckpointFiles, name, hook)
 
 
-for _name in vars(Callback):  # `begin_hook` must come before each hook of other callbacks and of the module
+for _name in vars(Callback):  # `begin_hook` must run before each hook of other callbacks and of the module
     if _name.startswith("on_"):
         _add_hook(_name)
 
 
-def _is_lightnings(hook: object) -> bool:
+def _is_from_library(hook: object) -> bool:
     return is_in_packages(OWN_PACKAGES, getattr(hook, "__module__", None))
 
 
 def _copied(checkpoint: Mapping[str, Any], unshared: Iterable[Tensor]) -> Any:
-    """Copy a checkpoint, except `unshared` tensors, so training does not change it. None: an object has no copy."""
+    """Copy a checkpoint, except `unshared` tensors, so that training cannot change it; None if it cannot be copied."""
     try:
         return copy.deepcopy(checkpoint, {id(tensor): tensor for tensor in unshared})
-    except Exception:  # noqa: BLE001 - a user's class may raise anything, but can be saved all the same
+    except Exception:  # noqa: BLE001 - a user's class may raise anything, but may still be saved
         return None
 
 
@@ -168,8 +168,9 @@ def _has_computed_tensors(module: nn.Module, state: Mapping[str, Any], names: Ma
     computed = [key for key, value in state.items() if isinstance(value, Tensor) and key not in names]
     if not computed:
         return False
-    metrics = tuple(f"{name}." if name else "" for name, one in module.named_modules() if isinstance(one, Metric))
-    return any(not key.startswith(metrics) for key in computed) if metrics else True
+    named = module.named_modules()
+    prefixes = tuple(f"{name}." if name else "" for name, submodule in named if isinstance(submodule, Metric))
+    return any(not key.startswith(prefixes) for key in computed) if prefixes else True
 
 
 def _may_read_file(logger: object) -> bool:
@@ -187,7 +188,7 @@ class Checkpoints:
         self._strategy = strategy
         self._rollback = rollback
         self.writes_files = False  # the user brought no `CheckpointIO`
-        self.files: CheckpointFiles | None = None  # the lead's during training, if `writes_files`
+        self.files: CheckpointFiles | None = None  # set at the lead during training, if `writes_files`
         self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
         self.known_peers: Any = None  # entry `_PEERS` of that checkpoint, until a run has begun with it
         self._peers_of_newest_run: dict[str, Any] | None = None  # the same entry for the newest run's checkpoints
@@ -202,11 +203,11 @@ class Checkpoints:
 
     @property
     def _stale_weights(self) -> ModuleWeights | None:
-        """Return the run's weights, if they are newer than the module's."""
+        """The run's weights, if they are newer than the module's."""
         weights = self._strategy.weights
         return weights if weights is not None and weights.stale else None
 
-    # ------------------------------------------------------------------ saved
+    # ------------------------------------------------------------------ saving
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state dict, with the weights of the last step."""
@@ -216,7 +217,8 @@ class Checkpoints:
         state, names = self._state_and_names()
         run = strategy.run
         if self._stale_weights is not None and run is not None and _has_computed_tensors(module, state, names):
-            # The module's own `state_dict`, or a hook of it, may have computed such tensors from the old weights here.
+            # The module's own `state_dict`, or one of its hooks, may compute tensors from the weights. Repeat it with
+            # the newest weights.
             if is_on_meta(module):
                 raise ConfigError(
                     "the `state_dict` of a module on the meta device may rename and omit tensors, but must not "
@@ -226,7 +228,7 @@ class Checkpoints:
             run.access.refresh()
             state, names = self._state_and_names()
         states = self._rollback.states
-        if states is not None and states.taking:  # a state of the loop for rollbacks, in memory
+        if states is not None and states.is_saving:  # a state of the loop for rollbacks, in memory
             written = run.access.pending if run is not None else {}
             with strategy.paused_access():
                 unsaved = unsaved_buffers(module)
@@ -236,8 +238,8 @@ class Checkpoints:
         if self._is_sharded:
             if renamed := [key for key in names if key not in model_state.first_names(module)]:
                 raise ConfigError(
-                    "servers write the weights of a sharded checkpoint under the names that the module's parameters "
-                    f"have, and its `state_dict` calls one {renamed[0]!r}. Use `state_dict_type='full'`."
+                    "servers write a sharded checkpoint under the names of the module's parameters, so the module's "
+                    f"`state_dict` must not rename them; got {renamed[0]!r}. Use `state_dict_type='full'`."
                 )
             return strategy.weights.without_stages(state, names) if strategy.weights.stale else state
         strategy.weights.complete(state, names)
@@ -256,7 +258,7 @@ class Checkpoints:
         """Return the optimizer's state dict at the last step."""
         strategy, states, weights = self._strategy, self._rollback.states, self._stale_weights
         with strategy.paused_access():
-            if states is not None and states.taking:
+            if states is not None and states.is_saving:
                 return states.without_state(optimizer)
             if not strategy.is_global_zero:
                 return {}
@@ -264,18 +266,18 @@ class Checkpoints:
                 weights.check_optimizer()
             if self._is_sharded:
                 names = optimizer_state.parameter_names(strategy.own_module)
-                saved = optimizer.state_dict()  # its state may be stale; then the servers write theirs
+                saved = optimizer.state_dict()  # if its state is stale, leave it out: the servers write theirs
                 return optimizer_state.number_to_name(optimizer, names, {**saved, "state": {}} if weights else saved)
             return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, default: Callable[..., None]) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint, with the peers that the run knows, to a file or a sharded folder."""
         strategy, run = self._strategy, self._strategy.run
         if run is not None and run.loop is not None and run.loop.num_late_batches:
             # The weights lack these batches, so a run that resumes must read them again.
             take_back_batches(checkpoint, run.loop.num_late_batches)
         self._remember_peers()
-        if self._peers_of_newest_run is not None:  # also of a run that is over
+        if self._peers_of_newest_run is not None:  # the run may be over
             checkpoint[_PEERS] = self._peers_of_newest_run
         if self._is_sharded:
             self._save_sharded(checkpoint, path, options)
@@ -312,7 +314,7 @@ class Checkpoints:
         if files is not None:
             files.close()
 
-    # ------------------------------------------------------------------ loaded
+    # ------------------------------------------------------------------ loading
 
     def forget_loaded(self) -> None:
         """Forget the loaded checkpoint when the run is over; later checkpoints still contain the run's peers."""
@@ -320,7 +322,7 @@ class Checkpoints:
         self._folder, self.restored_step, self.known_peers = None, None, None
 
     def _remember_peers(self) -> None:
-        """Remember the peers that the run knows, if one is under way."""
+        """Remember the peers that the run knows, if a run is under way."""
         run = self._strategy.run
         if run is not None and self._strategy.is_global_zero:
             self._peers_of_newest_run = run.peer.lead.known_peers()
@@ -343,10 +345,10 @@ class Checkpoints:
         return restored
 
     def load_module(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
-        """Load a checkpoint's weights, before a run begins or in the middle of one."""
+        """Load a checkpoint's weights, before or during a run."""
         strategy, module = self._strategy, self._strategy.own_module
         if self._rollback.is_resuming and not strategy.is_global_zero:
-            return  # the lead sends them
+            return  # the lead sends the weights
         restore_boundary(module, checkpoint["state_dict"])
         run = strategy.run
         if run is None:  # the run will begin with these weights
@@ -360,8 +362,8 @@ class Checkpoints:
             raise ConfigError(
                 "during a run, weights may be loaded only if the run has a single trainer and admits no others, "
                 "because other trainers would continue from the servers' weights; this run has "
-                f"{run.session.num_trainers}, and may get more. Load them before `fit`. To search a learning rate, "
-                "use `role='auto'`, and set the result."
+                f"{run.session.num_trainers} trainers, and may get more. Load weights before `fit`. To search a "
+                "learning rate, use `role='auto'`, and set the result."
             )
         assert strategy.weights is not None
         self._rollback.discard_snapshots()
@@ -385,6 +387,6 @@ class Checkpoints:
         assert strategy.weights is not None
         run.loop.send_selection()  # callbacks may have restored parameter groups
         if self._folder is not None:
-            strategy.weights.hand_out_shards(strategy.optimizers[0], self._folder)
+            strategy.weights.send_shards(strategy.optimizers[0], self._folder)
         else:
-            strategy.weights.hand_out_optimizer(strategy.optimizers[0], saved)
+            strategy.weights.send_optimizer(strategy.optimizers[0], saved)

@@ -72,13 +72,13 @@ def check_callbacks(trainer: Trainer) -> None:
     """Refuse callbacks that read or change weights during `fit`, when the weights live on the servers."""
     for callback in callbacks_of(trainer, *_WEIGHT_CALLBACKS):
         raise ConfigError(
-            "callbacks must not read or change weights during fit, because they live on the servers: "
-            f"got {type(callback).__name__}. Remove it for now."
+            "callbacks must not read or change weights during fit, because the weights live on the servers: "
+            f"got {type(callback).__name__}. Remove it."
         )
 
 
-def of_tuner(callback: object) -> str:
-    """Return a clause about `Tuner` for an error, if a callback may come from `Tuner` and not from the user."""
+def tuner_clause(callback: object) -> str:
+    """Return a clause for an error if a callback may come from `Tuner` and not from the user; empty otherwise."""
     return ", through which `Tuner` works" if isinstance(callback, callbacks_named(*TRIAL_CALLBACKS)) else ""
 
 
@@ -112,8 +112,8 @@ def check_plain(trainer: Trainer) -> None:
     """Refuse several nodes and mixed imports, with or without a swarm."""
     if trainer.num_nodes != 1:
         raise ConfigError(
-            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and run on "
-            "the other machines the command that the first one prints: lightning-swarm join ADDRESS train.py"
+            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out. On the other "
+            "machines, run the command that the first machine prints: lightning-swarm join ADDRESS train.py"
         )
     check_callback_imports(trainer)
 
@@ -136,11 +136,11 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
 
 
 def check_interactive(num_devices: int, framework: ImportTree) -> None:
-    """Refuse several local peers in a notebook or at a prompt, because each other peer would run the script."""
+    """Refuse several local peers in a notebook or at a prompt, because there is no script for them to run."""
     if num_devices > 1 and _IS_INTERACTIVE:
         raise ConfigError.like(
             framework.misconfiguration,
-            "in a notebook or at a Python prompt `devices` must be 1, because every other peer runs the script, and "
+            "in a notebook or at a Python prompt `devices` must be 1, because every further peer runs the script, but "
             f"there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the code in a script.",
         )
 
@@ -155,10 +155,10 @@ def check_data(trainer: Trainer, module: LightningModule, call_arguments: Mappin
     if not isinstance(data, (framework.data_module, framework.module)) or getattr(data, hook) is None:
         return  # Lightning raises an error itself
     if not framework.is_overridden(hook, data):
-        given = "no dataloader and no data module" if data is module else "a data module"
+        passed = "no dataloader and no data module" if data is module else "a data module"
         raise ConfigError.like(
             framework.misconfiguration,
-            f"`{function}` must have data: got {given}, and {type(data).__name__} has no `{hook}`. Pass a dataloader, "
+            f"`{function}` must have data: got {passed}, and {type(data).__name__} has no `{hook}`. Pass a dataloader, "
             f"or define `{hook}`; a machine without data can help with `lightning-swarm join`.",
         )
 
@@ -189,7 +189,7 @@ def check_compiling() -> None:
     """Refuse to compile with a torch version that silently skips code under a dispatch mode."""
     if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
         raise ConfigError(
-            "`torch.compile` of a swarm's stages needs a newer torch, which compiles under a dispatch mode; got "
+            "`torch.compile` of a swarm's stages needs a torch that compiles under a dispatch mode; got the older "
             f"{torch.__version__}. Update torch, or pass the module uncompiled."
         )
 
@@ -225,7 +225,7 @@ def check_folder(path: object, storage_options: object) -> None:
 
 
 def find_folder(path: object) -> ShardedCheckpoint | None:
-    """Return the sharded checkpoint at a path; None if the path is no folder. Refuses a folder of any other kind."""
+    """Return the sharded checkpoint at a path; None if the path is no local folder. Refuses other folders."""
     if "://" in str(path) or not Path(str(path)).is_dir():
         return None
     folder = Path(str(path))
@@ -233,13 +233,13 @@ def find_folder(path: object) -> ShardedCheckpoint | None:
         raise ConfigError.like(
             IsADirectoryError,
             f"a checkpoint must be a file, or a folder that was written with `state_dict_type='sharded'`; {folder} is "
-            "a folder without an index `.metadata`. Name the checkpoint in it.",
+            "a folder without the index `.metadata`. Name a checkpoint in this folder.",
         )
     return ShardedCheckpoint(folder)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Return the only optimizer. Refuses none, several, and an optimizer that needs a closure or sparse gradients."""
+    """Return the only optimizer. Refuses zero or several, and an optimizer that needs a closure or sparse gradients."""
     if len(optimizers) != 1:
         raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
     optimizer = optimizers[0]
@@ -252,7 +252,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW."
         )
-    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its `__init__` does not call torch's
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):  # its `__init__` does not call `Optimizer.__init__`
         Optimizer.__setstate__(optimizer, {})
     _check_attributes(optimizer)
     check_hooks(optimizer)
@@ -261,17 +261,17 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def check_steps(optimizer: Optimizer, module: LightningModule, *, in_stages: bool) -> frozenset[str]:
-    """Refuse an optimizer that servers cannot step; with several stages, each server has one stage's parameters.
+    """Refuse an optimizer that servers cannot step. `in_stages`: each server has only one stage's parameters.
 
-    Returns the keys of its parameter groups that its own steps write.
+    Returns the keys of the optimizer's parameter groups that its steps write.
     """
-    if instance_step(optimizer) is not None:  # a trial of user code could have side effects
+    if instance_step(optimizer) is not None:  # a trial step of user code could have side effects
         return frozenset()
     return OptimizerTemplate(optimizer, parameter_names(module)).check_steps(in_stages=in_stages)
 
 
 def unportable(optimizer: Optimizer, module: LightningModule) -> str:
-    """Return why machines of different kinds could not step an optimizer to the same bits; empty if they can."""
+    """Return why steps of an optimizer may differ in bits between kinds of machines; empty if they cannot."""
     if instance_step(optimizer) is not None:
         return f"{type(optimizer).__name__} has a `step` of its own"
     return OptimizerTemplate(optimizer, parameter_names(module)).unportable()
@@ -293,8 +293,8 @@ def _check_attributes(optimizer: Optimizer) -> None:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
-    """Return all entries of each parameter group but its parameters, as plain values. Refuses other values."""
-    # `dict.items` avoids the watched methods of a group, because this is no read by user code.
+    """Return each parameter group without its parameters. Refuses values that are not plain."""
+    # `dict.items` avoids the watched methods of a group, because user code does not read here.
     return [
         {name: _plain(name, value) for name, value in dict.items(group) if name != "params"}
         for group in optimizer.param_groups
@@ -318,23 +318,23 @@ def new_selection(
     session: Session, module: LightningModule, optimizer: Optimizer, pending_samples: int
 ) -> Selection | None:
     """Return which parameters train now; None if unchanged. Refuses changes in mid-step or among several trainers."""
-    found = read_selection(module, optimizer)
-    if found == session.selection:
+    current = read_selection(module, optimizer)
+    if current == session.selection:
         return None
     known = {name for stage in session.run.manifest.stages for name, _, _ in stage.parameters}
-    if new := sorted(found.groups.keys() - known):
+    if new := sorted(current.groups.keys() - known):
         raise ConfigError(
-            f"parameters must be in the module when a run begins, got new ones in its optimizer: {new[:5]}. Make them "
-            "in `__init__`, `setup` or `configure_model`, and freeze them until they train."
+            f"parameters must be in the module when a run begins, got new parameters in its optimizer: {new[:5]}. Make "
+            "them in `__init__`, `setup` or `configure_model`, and freeze them until they train."
         )
     # New frozen parameters stay on this trainer.
-    selection = replace_fields(found, frozen=[name for name in found.frozen if name in known])
+    selection = replace_fields(current, frozen=[name for name in current.frozen if name in known])
     if selection == session.selection:
         return None
     if session.is_shared:
         raise ConfigError(
             "in a run of several trainers, the set of trained parameters must not change, because the trainers are "
-            "at different batches; it has changed. Freeze parameters and add groups before `fit`, or use "
+            "at different batches; the set has changed. Freeze parameters and add groups before `fit`, or use "
             "`role='auto'`."
         )
     if pending_samples:
@@ -342,28 +342,28 @@ def new_selection(
         changed = sorted(set(session.selection.frozen) ^ set(selection.frozen)) or "parameter groups"
         raise ConfigError(
             "the set of trained parameters, and their groups, may change only when a step begins, because servers sum "
-            f"its gradients: {changed} changed with {pending_samples} samples in the open step. "
-            "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
+            f"a step's gradients: {changed} changed with {pending_samples} samples in the open step. "
+            "Change it at the beginning of an accumulation window; with `target_batch_size`, choose a size that "
             "divides the samples of an epoch."
         )
     return selection
 
 
 def check_untouched(module: LightningModule, optimizer: Optimizer, around: LocalLayers | None) -> None:
-    """Refuse local gradients of weights in stages, which no step counts; layers `around` the stages may have some."""
-    stepped = set(map(id, parameters_of(optimizer)))
+    """Refuse local gradients of the stages' weights, because no step counts them. Layers `around` may have some."""
+    in_stages = set(map(id, parameters_of(optimizer)))
     if around is not None:
-        stepped -= set(map(id, around.parameters.values()))
+        in_stages -= set(map(id, around.parameters.values()))
     touched = [
         name
         for name, parameter in module.named_parameters()
-        if id(parameter) in stepped and type(parameter.grad) not in (type(None), GradientElsewhere)
+        if id(parameter) in in_stages and type(parameter.grad) not in (type(None), GradientElsewhere)
     ]
     if touched:
         raise ConfigError(
-            "a loss may reach the pipeline's weights only through its forward, because they live on the servers: "
-            f"it reached {touched[:5]} directly. Use the optimizer's weight decay instead of a penalty, and call the "
-            "whole pipelined module instead of one of its blocks."
+            "a loss may reach the pipeline's weights only through the pipeline's forward, because these weights live "
+            f"on the servers: the loss reached {touched[:5]} directly. Use the optimizer's weight decay instead of a "
+            "penalty, and call the whole pipelined module instead of one of its blocks."
         )
 
 
@@ -371,9 +371,9 @@ def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
     """Refuse to insert boundary layers into a model that a callback has copied, or that is `restored` without them."""
     if restored:
         raise ConfigError(
-            "a resumed run has the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
-            "Leave `boundary` out; or load only the weights into the module and begin without `ckpt_path`, because the "
-            "optimizer's state would not fit."
+            "a resumed run must have the boundary layers of its checkpoint, got `boundary` and a checkpoint without "
+            "such layers. Leave `boundary` out; or load only the weights into the module and begin without "
+            "`ckpt_path`, because the optimizer's state would not fit."
         )
     for callback in callbacks_of(trainer, "StochasticWeightAveraging", "WeightAveraging"):
         raise ConfigError(
@@ -382,21 +382,21 @@ def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
         )
 
 
-def check_in_memory(module: LightningModule, what: str) -> None:
-    """Refuse a use of all weights in this process if some are on the meta device; `what` describes the use."""
+def check_in_memory(module: LightningModule, use: str) -> None:
+    """Refuse a use of all weights in this process if some are on the meta device; `use` is a clause for the error."""
     if is_on_meta(module):
         raise ConfigError(
             f"a module on torch's meta device has its weights only on the servers, got {type(module).__name__} where "
-            f"{what}. Build it without `torch.device('meta')`, if it fits on this machine."
+            f"{use}. Build it without `torch.device('meta')`, if it fits on this machine."
         )
 
 
 def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
-    """Refuse uses of a module that its weights on torch's meta device rule out."""
+    """Refuse uses of a module that are impossible while its weights are on torch's meta device."""
     if config.split == "time":
-        check_in_memory(module, "`split='time'` is to measure its blocks")
+        check_in_memory(module, "`split='time'` measures its blocks")
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS) if trainer.state.fn == TrainerFn.FITTING else ():
-        check_in_memory(module, f"{type(callback).__name__}{of_tuner(callback)} works with all of them")
+        check_in_memory(module, f"{type(callback).__name__}{tuner_clause(callback)} uses all weights")
 
 
 # ---------------------------------------------------------------------- several trainers
@@ -416,24 +416,24 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
         )
     if config.settings.delay_optimizer_step:
         raise ConfigError(
-            "with `delay_optimizer_step` a run must have one trainer only; got `role='both'`. If one of several "
+            "with `delay_optimizer_step` a run must have only one trainer; got `role='both'`. If one of several "
             "trainers died, its batches of the late step would be lost, because the others have begun the next step. "
             "Use `role='auto'`, or leave out `delay_optimizer_step` and raise `target_batch_size`."
         )
     for callback in callbacks_of(trainer, *_WHOLE_MODULE_CALLBACKS):
         raise ConfigError(
             "callbacks must not change weights, or which parameters train, while other trainers are in the middle of a "
-            f"batch: got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
+            f"batch: got {type(callback).__name__}{tuner_clause(callback)}. Use it with `role='auto'`."
         )
 
 
 def check_scaling(run: RunState, *, scales: bool) -> None:
     """Refuse a trainer that scales its losses if the run's trainers do not, or the reverse."""
     if run.is_shared and (run.scaling is not None) != scales:
-        does, here = ("do", "does not") if run.scaling is not None else ("do not", "does")
+        others_do, this_does = ("do", "does not") if run.scaling is not None else ("do not", "does")
         raise ConfigError(
-            f"the trainers of run {run.manifest.run_id!r} {does} scale their losses, as `precision='16-mixed'` does, "
-            f"and this one {here}. Give all of them the same `precision`."
+            f"the trainers of run {run.manifest.run_id!r} {others_do} scale their losses, as `precision='16-mixed'` "
+            f"does, but this trainer {this_does}. Give all of them the same `precision`."
         )
 
 
@@ -447,7 +447,7 @@ def check_servers(config: SwarmConfig, num_devices: int) -> None:
 
 
 def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
-    """Return whether other trainers may join a run that this program begins."""
+    """Return whether other trainers may join the run that this program begins."""
     if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.settings.deterministic:
         return False
     try:

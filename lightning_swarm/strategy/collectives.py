@@ -11,11 +11,11 @@ from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
 MAX_SHARED: Final = 32_768
-"""Largest number of characters of a value that `broadcast` sends, because it must fit into one directory entry."""
+"""Most characters, as JSON, of a value that `broadcast` sends: the value must fit into one directory entry."""
 
 
-def asks_as_user() -> bool:
-    """Return whether user code called a strategy's method. Lightning's own calls need the process's own value."""
+def is_called_by_user() -> bool:
+    """Return whether user code, and not Lightning, called the strategy's method that calls this function."""
     # Frame 0 is this function, frame 1 the strategy's method, frame 2 its caller.
     return not is_in_packages(OWN_PACKAGES, sys._getframe(2).f_globals.get("__name__"))
 
@@ -23,10 +23,10 @@ def asks_as_user() -> bool:
 def refuse_collective(name: str) -> NoReturn:
     """Refuse an operation that needs all trainers at the same point."""
     raise ConfigError(
-        f"`{name}` must not be called, because it needs all trainers at one point, and trainers of a swarm do not "
-        "wait for each other. To combine values of all batches, use `self.log(..., sync_dist=True)`. Compute what "
-        "all trainers need from the script's arguments; or, if one program starts the trainers (`devices`), call "
-        "`broadcast` in `setup` or `on_fit_start`."
+        f"`{name}` must not be called, because it needs all trainers at one point, but trainers of a swarm do not "
+        "wait for each other. To combine values of all batches, use `self.log(..., sync_dist=True)`. For a value that "
+        "all trainers need, compute it from the script's arguments; or, if one program starts the trainers "
+        "(`devices`), call `broadcast` in `setup` or `on_fit_start`."
     )
 
 
@@ -39,18 +39,17 @@ def encode_shared(value: object, name: str) -> bytes:
         is_same = False
     if not is_same or len(text) > MAX_SHARED:
         raise ConfigError(
-            f"`{name}` sends the other trainers text, numbers, booleans and None, in lists and in dicts with text "
-            f"keys, at most {MAX_SHARED} characters as JSON; got a {type(value).__name__}. Send text, and convert it "
-            "at the receiver."
+            f"`{name}` can send only text, numbers, booleans and None, in lists and in dicts with text keys, at most "
+            f"{MAX_SHARED} characters as JSON; got a {type(value).__name__}. Send text, and convert it at the receiver."
         )
     return text.encode()
 
 
 def decode_shared(text: bytes, name: str) -> Any:
-    """Decode a value that the lead published."""
+    """Decode a value that the lead published. Raises ProtocolError if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
         raise ProtocolError(
-            f"the lead's value for `{name}` must be JSON, and the value received is not: {error}"
+            f"the lead's value for `{name}` must be JSON, but the received value is not: {error}"
         ) from error

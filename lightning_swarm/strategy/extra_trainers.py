@@ -1,4 +1,4 @@
-"""Further trainers of a run: followers of the lead, their counters and random numbers, and their parts of the data."""
+"""Functions for trainers that are not the lead: their callbacks, counters, random numbers and parts of the data."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.data.loader import divides_itself, part_of
 from lightning_swarm.strategy.framework import callbacks_named, tree_of
 
-# Callbacks that end the run or keep its files, by values that only the lead knows.
+# Callbacks that end the run or write its files, by values that only the lead has.
 _LEAD_CALLBACKS = ("Checkpoint", "EarlyStopping", "Timer")
 
 
 def become_follower(trainer: Trainer) -> Callable[[], None]:
-    """Leave validation, files and decisions to the lead. The returned function undoes this."""
-    # Loggers and progress bars are off beyond rank zero anyway.
-    own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
-    fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
-    limits = own.limit_val_batches, own.num_sanity_val_steps
-    least = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
-    callbacks = list(own.callbacks)
-    # Flags by which a bar knows whether it shows. A user's own bar may lack a method that enables it again.
-    switches = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
-    own.limit_val_batches, own.num_sanity_val_steps = 0, 0
+    """Turn off a Trainer's validation, files and decisions, which are the lead's. The returned function undoes this."""
+    # Lightning itself turns loggers and progress bars off on ranks other than zero.
+    untyped: Any = trainer  # Lightning sets its attributes in its connectors
+    fit_loop, bar = trainer.fit_loop, untyped.progress_bar_callback
+    validation = untyped.limit_val_batches, untyped.num_sanity_val_steps
+    minima = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
+    callbacks = list(untyped.callbacks)
+    # Flags of a progress bar, such as whether it is shown. A user's own bar may lack a method that enables it again.
+    flags = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
+    untyped.limit_val_batches, untyped.num_sanity_val_steps = 0, 0
     remove_deciding_callbacks(trainer)
 
-    def put_back() -> None:
-        own.limit_val_batches, own.num_sanity_val_steps = limits
-        fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = least
-        own.callbacks[:] = [*callbacks, *(callback for callback in own.callbacks if callback not in callbacks)]
+    def restore() -> None:
+        untyped.limit_val_batches, untyped.num_sanity_val_steps = validation
+        fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = minima
+        added = [callback for callback in untyped.callbacks if callback not in callbacks]
+        untyped.callbacks[:] = [*callbacks, *added]
         if bar is not None:
-            vars(bar).update(switches)
+            vars(bar).update(flags)
 
-    return put_back
+    return restore
 
 
 def remove_deciding_callbacks(trainer: Trainer) -> None:
-    """Remove callbacks that decide, because the lead decides. A module adds its own callbacks anew in each fit."""
-    own: Any = trainer
-    own.callbacks[:] = [
-        callback for callback in own.callbacks if not isinstance(callback, callbacks_named(*_LEAD_CALLBACKS))
-    ]
+    """Remove callbacks that end a run or write files. Each fit repeats this, because the module adds its own again."""
+    untyped: Any = trainer
+    lead_callbacks = callbacks_named(*_LEAD_CALLBACKS)
+    untyped.callbacks[:] = [callback for callback in untyped.callbacks if not isinstance(callback, lead_callbacks)]
 
 
 def drop_lead_schedulers(trainer: Trainer) -> None:
-    """Let the lead end the run. Keep only schedulers that count steps; records bring the values of the others."""
+    """Let the lead end the run. Keep only schedulers that count steps; records bring the values of all others."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [
@@ -74,7 +74,7 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
     optimizer_step.total.ready = optimizer_step.total.completed = step
     epoch_loop._batches_that_stepped = step
     for optimizer in trainer.optimizers:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it never steps here
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this, but servers step
     for config in trainer.lr_scheduler_configs:  # `drop_lead_schedulers` has kept only schedulers that count steps
         for _ in range(step // config.frequency):
             config.scheduler.step()  # type: ignore[call-arg]  # no plateau scheduler is left
@@ -88,36 +88,37 @@ def reseed(rank: int) -> None:
     torch.manual_seed(seed)
 
 
-def settle_dtype(precision: Precision) -> Callable[[], None]:
-    """Set torch's default dtype to that of `precision`, until the returned function restores the former one."""
-    # A server's thread and the trainer's would each set the process's dtype, and then restore the other thread's.
-    before = torch.get_default_dtype()
+def set_default_dtype(precision: Precision) -> Callable[[], None]:
+    """Set torch's default dtype to the dtype of `precision`. The returned function restores the former dtype."""
+    # Otherwise `precision` sets the process's dtype for each forward, and the threads of a server and of the trainer
+    # would restore each other's values.
+    former = torch.get_default_dtype()
     with precision.forward_context():
-        wanted = torch.get_default_dtype()
-    torch.set_default_dtype(wanted)
-    return lambda: torch.set_default_dtype(before)
+        dtype = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    return lambda: torch.set_default_dtype(former)
 
 
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:
-    """Return a loader of the part of the data that this trainer reads: the same as its rank's part in `ddp`."""
+    """Return a loader of this trainer's part of the data: the same part as its rank's in `ddp`. Warn if undivided."""
     if num_trainers == 1 and not joins:
         return dataloader
     # Every trainer reads all of the data if it cannot be divided, or if this trainer joins a run under way. Then the
-    # trainers must draw at random; a warning follows if they do not seem to.
+    # trainers must draw at random; otherwise warn.
     rank = cast("StrategyBase", trainer.strategy).local_rank  # `global_rank` may be 0 while data is read
-    parts = not joins and trainer._accelerator_connector.use_distributed_sampler
-    iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
-    if iterable and isinstance(dataloader, DataLoader) and parts:
+    divides = not joins and trainer._accelerator_connector.use_distributed_sampler
+    is_iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
+    if is_iterable and isinstance(dataloader, DataLoader) and divides:
         return part_of(dataloader, rank, num_trainers)
-    if iterable:
-        remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
+    if is_iterable:
+        remedy = "Let it begin at another sample for each `trainer.global_rank`, or draw at random"
         if isinstance(dataloader, DataLoader) and not isinstance(dataloader.dataset, IterDataPipe):
-            dataloader = part_of(dataloader, 0, 1)  # all of it, read inside `reading_data` (see `world_size`)
+            dataloader = part_of(dataloader, 0, 1)  # all data, but read inside `reading_data` (see `world_size`)
             if not joins:
                 remedy = "Let it divide itself by `trainer.global_rank` and `trainer.world_size`, or draw at random"
     elif divides_itself(dataloader.sampler):
         return dataloader
-    elif parts:
+    elif divides:
         framework = tree_of(trainer)
         sampler = framework.make_sampler(
             dataloader,
@@ -131,11 +132,11 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
         remedy = "Shuffle" if joins else "Leave `use_distributed_sampler` out, or shuffle"
     else:
         return dataloader
-    who = "This trainer, which comes to a run under way," if joins else "Every trainer of the run"
-    warn = warnings.warn if joins else rank_zero_warn  # its rank is never zero
+    subject = "This trainer, which joins a run under way," if joins else "Every trainer of the run"
+    warn = warnings.warn if joins else rank_zero_warn  # the rank of a joining trainer is never zero
     warn(
-        f"{who} reads all of its {type(dataloader).__name__}, and as far as can be seen in the same order as the "
-        f"others: then each sample counts once for every trainer. {remedy}.",
+        f"{subject} reads all of its {type(dataloader).__name__}, apparently in the same order as the others, so that "
+        f"each sample counts once for every trainer. {remedy}.",
         stacklevel=2,
     )
     return dataloader

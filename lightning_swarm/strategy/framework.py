@@ -18,10 +18,10 @@ OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "li
 
 
 class ImportTree:
-    """The parts of one import tree that the package uses. Enums of different trees are compared by value."""
+    """The parts of one import tree that the package uses, except enums: these are equal in both trees."""
 
     def __init__(self, name: str, *, strategies: str) -> None:
-        def of(module: str, attribute: str) -> Any:
+        def load(module: str, attribute: str) -> Any:
             return getattr(import_module(f"{name}.{module}"), attribute)
 
         self.name = name  # name of its package
@@ -29,19 +29,19 @@ class ImportTree:
         self.trainer: type[Any] = import_module(name).Trainer
         self.module: type[Any] = import_module(name).LightningModule
         self.data_module: type[Any] = import_module(name).LightningDataModule
-        self.strategy: type[Any] = of("strategies", "Strategy")
-        self.accelerator: type[Any] = of("accelerators", "Accelerator")
-        self.call: ModuleType = of("trainer", "call")
+        self.strategy: type[Any] = load("strategies", "Strategy")
+        self.accelerator: type[Any] = load("accelerators", "Accelerator")
+        self.call: ModuleType = load("trainer", "call")
         self.callbacks = import_module(f"{name}.callbacks")
-        self.csv_logger: type[Any] = of("loggers", "CSVLogger")
-        self.misconfiguration: type[Exception] = of("utilities.exceptions", "MisconfigurationException")
-        self.configure_optimizers: Callable[..., Any] = of("core.optimizer", "_configure_optimizers")
-        self.extract_batch_size: Callable[[Any], int] = of("utilities.data", "extract_batch_size")
-        self.is_overridden: Callable[..., bool] = of("utilities.model_helpers", "is_overridden")
-        self.to_uncompiled: Callable[[Any], Any] = of("utilities.compile", "to_uncompiled")
-        self.is_shuffled: Callable[[Any], bool] = of("utilities.data", "_is_dataloader_shuffled")
-        self.make_sampler: Callable[..., Any] = of("trainer.connectors.data_connector", "_get_distributed_sampler")
-        self.make_loader: Callable[..., Any] = of("utilities.data", "_update_dataloader")
+        self.csv_logger: type[Any] = load("loggers", "CSVLogger")
+        self.misconfiguration: type[Exception] = load("utilities.exceptions", "MisconfigurationException")
+        self.configure_optimizers: Callable[..., Any] = load("core.optimizer", "_configure_optimizers")
+        self.extract_batch_size: Callable[[Any], int] = load("utilities.data", "extract_batch_size")
+        self.is_overridden: Callable[..., bool] = load("utilities.model_helpers", "is_overridden")
+        self.to_uncompiled: Callable[[Any], Any] = load("utilities.compile", "to_uncompiled")
+        self.is_shuffled: Callable[[Any], bool] = load("utilities.data", "_is_dataloader_shuffled")
+        self.make_sampler: Callable[..., Any] = load("trainer.connectors.data_connector", "_get_distributed_sampler")
+        self.make_loader: Callable[..., Any] = load("utilities.data", "_update_dataloader")
         estimate = vars(self.trainer)["estimated_stepping_batches"]
         if not isinstance(estimate, EstimatedSteps):
             self.trainer.estimated_stepping_batches = EstimatedSteps(estimate.fget, doc=estimate.__doc__)
@@ -53,15 +53,16 @@ class ImportTree:
 
     @property
     def other(self) -> ImportTree:
-        """Return the other tree, or this one if no script has imported the other."""
+        """Return the other tree; this tree if no script has imported the other."""
         return next((tree for tree in IMPORT_TREES if tree is not self), self)
 
     def use_own_logger(self) -> None:
         """Make both trees log and warn under this tree's name, for which a script may have set levels and filters."""
         # By default both use the name of the tree that was imported last.
-        own = import_module(f"{self.name}.utilities.rank_zero")
-        own.rank_zero_module.log = logging.getLogger(own.__name__)  # both trees share this module
-        own.rank_zero_module.rank_zero_deprecation_category = own.LightningDeprecationWarning
+        rank_zero = import_module(f"{self.name}.utilities.rank_zero")
+        shared = rank_zero.rank_zero_module  # one module for both trees
+        shared.log = logging.getLogger(rank_zero.__name__)
+        shared.rank_zero_deprecation_category = rank_zero.LightningDeprecationWarning
 
     def deprecate(self, argument: str, *, instead: str) -> None:
         """Warn of a deprecated argument of `SwarmStrategy`, as Lightning warns of its own."""
@@ -88,18 +89,18 @@ def __getattr__(name: str) -> ImportTree:
     return tree
 
 
-def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigError:
-    """Return the error for a class from another tree than the Trainer's; `kind` is its base class's name."""
+def mixed_import(base: str, cls: type[object], wanted: ImportTree) -> ConfigError:
+    """Return the error for a class from another tree than the Trainer's; `base` is the name of its base class."""
     return ConfigError.like(
         TypeError,
-        f"a {kind} must come from the Trainer's import of Lightning: {found.__name__} is from "
-        f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {kind} to `{wanted.name}`.",
+        f"a {base} must come from the Trainer's import of Lightning: {cls.__name__} is from "
+        f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {base} to `{wanted.name}`.",
     )
 
 
 def explain_mixed_imports() -> None:
-    """Replace the message of Lightning's error for a LightningModule of the other tree by a clearer one."""
-    # Lightning detects mixed imports before it calls the strategy, but names only the user's class: "got `Net`".
+    """Make Lightning raise `mixed_import`'s message if a LightningModule is of the other tree."""
+    # Lightning detects mixed imports before it calls the strategy, but its message names only the user's class.
     for tree in IMPORT_TREES:
         for name in ("utilities.compile", "utilities.model_helpers"):
             module = import_module(f"{tree.name}.{name}")
@@ -108,9 +109,9 @@ def explain_mixed_imports() -> None:
 
 def _check_mixed_imports(tree: ImportTree, instance: object) -> None:
     other = tree.other
-    for kind in (other.module, other.data_module, other.callbacks.Callback):
-        if isinstance(instance, kind):
-            raise TypeError(str(mixed_import(kind.__name__, type(instance), tree)))
+    for base in (other.module, other.data_module, other.callbacks.Callback):
+        if isinstance(instance, base):
+            raise TypeError(str(mixed_import(base.__name__, type(instance), tree)))
 
 
 def tree_of(trainer: Any) -> ImportTree:
@@ -118,9 +119,9 @@ def tree_of(trainer: Any) -> ImportTree:
     return next(tree for tree in IMPORT_TREES if isinstance(trainer, tree.trainer))
 
 
-def tree_of_class(found: object) -> ImportTree | None:
-    """Return the tree of a LightningModule's, data module's or strategy's class; None for any other class."""
-    bases = set(found.__mro__) if isinstance(found, type) else set()  # `issubclass` matches strategies of both trees
+def tree_of_class(cls: object) -> ImportTree | None:
+    """Return the tree of a class of LightningModules, data modules or strategies; None for any other object."""
+    bases = set(cls.__mro__) if isinstance(cls, type) else set()  # `issubclass` matches strategies of both trees
     return next((tree for tree in IMPORT_TREES if bases & {tree.module, tree.data_module, tree.strategy}), None)
 
 

@@ -44,19 +44,19 @@ _log = logging.getLogger(__name__)
 _CONFIG_ERROR = 78  # exit code of a peer that ended by a `ConfigError`; in C it is EX_CONFIG
 
 _PLAIN: Final = (
-    "One device trains alone, as without a swarm. For others to take part: `num_stages` or `pipeline` cuts the model "
-    "between peers; `role='both'` with `target_batch_size` lets every peer that has data train along."
+    "One device trains alone, without a swarm. To let other peers take part, cut the model between peers by "
+    "`num_stages` or `pipeline`, or let every peer with data train by `role='both'` and `target_batch_size`."
 )
 
 _OPEN: Final = (
-    "`trust='open'`: anyone who reaches this peer's port can join the run, see what it computes on, and spoil the "
-    "model. Let only the run's machines reach it, by a firewall or a VPN; or leave `trust` out: then peers need an "
-    "invitation."
+    "`trust='open'`: anyone who reaches this peer's port can join the run, see the data that it computes on, and spoil "
+    "the model. Make the port reachable for the run's machines only, by a firewall or a VPN; or leave `trust` out, so "
+    "that peers need an invitation."
 )
 
 
 class _HelpedInNotebook(BaseException):
-    """Another peer's run, which this notebook helped in, is over; the notebook's process continues."""
+    """The run of another peer, in which this notebook took part, is over; the notebook's process continues."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TrainerCall:
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Return the arguments by name."""
+        """The call's arguments, by name."""
         return inspect.signature(self.function).bind(*self.args, **self.kwargs).arguments
 
     def resumed(self, path: str | None) -> TrainerCall:
@@ -90,7 +90,7 @@ class TrainerCall:
             call = call.resumed(path)
 
     def run_beside(self) -> str | None:
-        """Call the function as a trainer that is not the lead. Returns the checkpoint to lead from, if it must lead."""
+        """Call the function as a trainer that is not the lead. Returns a checkpoint to lead from if it must lead."""
         call = self
         while True:
             _, path = call._run_once()
@@ -129,8 +129,8 @@ class SwarmLauncher(MachineLauncher):
         super().__init__(num_peers)
         self._strategy = strategy
         self._children: list[subprocess.Popen[bytes]] = []
-        self._num_threads: int | None = None  # torch's, before this run shared the cores
-        self._is_leaving = False  # this server was asked to leave
+        self._num_threads: int | None = None  # torch's number of threads before this run shared the cores
+        self._is_leaving = False  # this server was told to leave
         self._entry: Entry | None = None  # admission of this process's peer to its run; None if it needs none
 
     def __reduce__(self) -> tuple[type[SwarmLauncher], tuple[SwarmStrategy, int]]:  # a copy has started no peers
@@ -143,9 +143,9 @@ class SwarmLauncher(MachineLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Run the Trainer's function in this process's role. A server or further trainer ends here, or leads."""
+        """Run the Trainer's function in this process's role. Only a lead returns; other peers end the process."""
         if trainer is None:
-            raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
+            raise ConfigError("SwarmStrategy needs a Trainer, got None; call `Trainer.fit`.")
         try:
             return self._launch(trainer, function, *args, **kwargs)
         except _HelpedInNotebook:
@@ -154,14 +154,14 @@ class SwarmLauncher(MachineLauncher):
             return None
 
     def _launch(self, trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the Trainer's function in this process's role: without a swarm, as a server, as a trainer or as lead."""
+        """Call the function in this process's role: server, no swarm, trainer beside the lead, or lead."""
         SwarmLauncher.launched = True
         collect_as_usual()
         follow_environment()
         self._strategy.config = process.apply_environment(self._strategy.config, self.local_rank)
         call = TrainerCall(self._strategy, trainer, function, args, kwargs)
-        kinds = tuple(framework.data_module for framework in IMPORT_TREES)
-        datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, kinds)), None)
+        classes = tuple(framework.data_module for framework in IMPORT_TREES)
+        datamodule = next((value for value in (*args, *kwargs.values()) if isinstance(value, classes)), None)
         if self._strategy.config.only_serves:  # `_end_with` returns only if this server must become the lead
             return call.run_as_lead(self._end_with(lambda: self._serve(call, datamodule)))
         if datamodule is not None:
@@ -181,7 +181,7 @@ class SwarmLauncher(MachineLauncher):
             call = self._follow(call, lambda: self._start_peers(trainer))
         elif self._start_peers(trainer):
             if call.arguments.get("ckpt_path") is not None:
-                _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
+                _log.warning("`ckpt_path` is ignored, because the run is under way, with its own weights and steps.")
                 call = call.resumed(None)
             call = self._follow(call)
             self._print_how_to_join()  # peers that want to join may only know the dead lead's address
@@ -195,9 +195,9 @@ class SwarmLauncher(MachineLauncher):
             SwarmLauncher._first_module = weakref.ref(module)
         elif first() is not module and self._num_peers > 1:
             raise ConfigError(
-                "`devices` above 1 starts this script again for every peer, which serves the module of the script's "
-                f"first `fit`; this {type(module).__name__} is another one. Train each module in a run of the script "
-                "of its own, or with `devices=1`."
+                "with `devices` above 1, every peer runs this script again, and serves the module of the script's "
+                f"first `fit`; this {type(module).__name__} is another module. Train each module in its own run of the "
+                "script, or with `devices=1`."
             )
 
     def _serve(self, call: TrainerCall, datamodule: LightningDataModule | None) -> str | None:
@@ -213,15 +213,15 @@ class SwarmLauncher(MachineLauncher):
         code = child.wait()
         if code == 0 or self._is_leaving or child not in self._children:
             return
-        num_left = 1 + sum(one.returncode is None for one in self._children)
+        num_left = 1 + sum(peer.returncode is None for peer in self._children)
         _log.warning(
             "%d of %d peers of this machine are left: local peer %d (process %d) ended with exit code %d. Its own "
-            "error is above. To have all of them again, end this command, and repeat it.",
+            "error is above. To restart the missing peers, end this command, and repeat it.",
             *(num_left, self._num_peers, number, child.pid, code),
         )
 
     def _follow(self, call: TrainerCall, start: Callable[[], object] = lambda: None) -> TrainerCall:
-        """Train as a further trainer, then end the process. If this peer must lead, return the call to lead with."""
+        """Train beside the lead, then end the process. If this peer must lead, return the call to lead with."""
 
         def follow() -> str | None:
             start()
@@ -238,7 +238,7 @@ class SwarmLauncher(MachineLauncher):
     def _end_with(self, work: Callable[[], str | None]) -> str:
         """Do the work and return its result. If it is None, end the process: only the lead continues after `fit`.
 
-        A notebook's process does not end: there `fit` returns or raises.
+        A notebook's process does not end; there `fit` returns or raises.
         """
         if _IS_INTERACTIVE:
             result = work()
@@ -270,7 +270,7 @@ class SwarmLauncher(MachineLauncher):
 
     def _leave(self, reason: str) -> None:
         """Make this server and this machine's other servers leave the run."""
-        _log.warning("%s: leaving. Once more, and it ends at once.", reason)
+        _log.warning("%s: leaving the run. A second signal ends this process at once.", reason)
         self.let_children_leave()
         if self._strategy.peer is not None:
             self._strategy.peer.leave()
@@ -286,20 +286,20 @@ class SwarmLauncher(MachineLauncher):
         if self._strategy.config.only_serves:
             self._leave(reason)
             return
-        _log.warning("%s. What trains here ends.", reason)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's handler ends the loop properly
+        _log.warning("%s. Training in this process ends.", reason)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's handler ends the loop in order
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end_children_in_order(self, code: int) -> None:
-        """Shut the children down when this process ends with an exit code; from 128 on, the code is a signal's."""
+        """Shut the children down when this process ends with an exit code; codes from 128 stand for signals."""
         limits = self._strategy.config.limits
-        # Servers that leave may have to wait for the record that releases them.
+        # Servers that leave may wait for the record that releases them.
         timeout = limits.leave_timeout + (limits.drain_timeout if self._is_leaving else 0.0)
         self.end_children(timeout, dismissed=code == 0 or (self._is_leaving and code < 128))
 
     @override
     def kill(self, signum: int) -> None:
-        """Do nothing with signals that Lightning passes on, because `Strategy.teardown` shuts the children down."""
+        """Ignore signals that Lightning passes on, because `Strategy.teardown` shuts the children down."""
 
     @property
     def processes(self) -> list[int]:
@@ -310,11 +310,11 @@ class SwarmLauncher(MachineLauncher):
         """Raise if a child has ended."""
         for number, child in enumerate(self._children, start=1):
             if child.poll() is not None:
-                kind = ConfigError if child.returncode == _CONFIG_ERROR else Unreachable
-                raise kind(
+                error_class = ConfigError if child.returncode == _CONFIG_ERROR else Unreachable
+                raise error_class(
                     f"local peer {number} (process {child.pid}) ended with exit code {child.returncode} before the "
                     "run began. Its own error is above. Peers run this script again: it must reach `fit` without "
-                    "input and without depending on what an earlier run left behind."
+                    "input, and must not depend on files that an earlier run left behind."
                 )
 
     @property
@@ -327,7 +327,7 @@ class SwarmLauncher(MachineLauncher):
         self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
-        """End the children. If `dismissed`, as the run is over or they must leave it, they have `timeout` seconds."""
+        """End the children. If `dismissed`, they have `timeout` seconds to end by themselves; otherwise kill them."""
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
@@ -347,18 +347,18 @@ class SwarmLauncher(MachineLauncher):
 
     def _start_peers(self, trainer: Trainer) -> bool:
         """Start this process's peer and, in the first process, children; return whether this trainer joined a run."""
-        first, joins = self.local_rank == 0, False
+        is_first, joins = self.local_rank == 0, False
         serves = self._strategy.config.only_serves
-        starts_others = first and self._num_peers > 1 and (serves or not computes_alone(self._strategy, trainer))
-        command = process.child_command() if starts_others else []
-        if self._num_peers > 1 and (starts_others or not first):
+        starts_children = is_first and self._num_peers > 1 and (serves or not computes_alone(self._strategy, trainer))
+        command = process.child_command() if starts_children else []
+        if self._num_peers > 1 and (starts_children or not is_first):
             self._num_threads = _share_cores(self._num_peers)
         self._entry = self._own_entry()
         if self._strategy.config.initial_peers:
             places = " and ".join(str(address.host_port) for address in self._strategy.config.initial_peers)
             rank_zero_info(f"Connecting to {places}.")
         peer = self._strategy.peer = hivemind_peer(self._strategy.config, self._entry)
-        if first:
+        if is_first:
             peer.check_run_id()
             announced = peer.runtime.run(peer.transport.addresses())
             addresses = process.addresses_for_children(self._strategy.config, announced)
@@ -366,14 +366,14 @@ class SwarmLauncher(MachineLauncher):
             # A run that only evaluates admits no further peers.
             if serves or trainer.state.fn == TrainerFn.FITTING:
                 self._print_how_to_join()
-            if starts_others:
+            if starts_children:
                 self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._handle_notice)
         return joins
 
     def _print_how_to_join(self) -> None:
-        """Print how other machines join the run. No invitation is made here."""
+        """Print how other machines join the run. Makes no invitation."""
         peer = self._strategy.own_peer
         addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
         config = self._strategy.config
@@ -391,19 +391,20 @@ class SwarmLauncher(MachineLauncher):
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)
-        trains, number, config = self._strategy.num_trainers > 1, self._num_peers - 1, self._strategy.config
-        entry = self._entry
-        invitation = None if entry is None else entry.invitation_for_children(number, train=trains, now_s=time.time())
+        trains, num_children, config = self._strategy.num_trainers > 1, self._num_peers - 1, self._strategy.config
+        invitation = None
+        if self._entry is not None:
+            invitation = self._entry.invitation_for_children(num_children, train=trains, now_s=time.time())
         folder = program.start_folder()  # the script's relative paths must work in the children, too
         with process.handed_over(invitation) as (variables, descriptors):
             for rank in range(1, self._num_peers):
-                own = process.child_environment(rank, addresses, config, launch=self.launch_id, trains=trains)
+                environment = process.child_environment(rank, addresses, config, launch=self.launch_id, trains=trains)
                 self._children.append(
-                    # Children end when the pipe to their parent closes, however the parent died.
-                    # In their own session they do not get the terminal's Ctrl-C: the trainer shuts its peers down.
+                    # Children end when the pipe to their parent closes, however the parent died. They have their own
+                    # session, so they do not get the terminal's Ctrl-C: the trainer shuts its peers down.
                     subprocess.Popen(
                         command,
-                        env={**own, **variables},
+                        env={**environment, **variables},
                         cwd=folder if folder.is_dir() else None,
                         stdin=subprocess.PIPE,
                         start_new_session=True,

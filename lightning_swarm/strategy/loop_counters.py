@@ -1,4 +1,4 @@
-"""Adapts the training loop's counts to steps of the swarm: scheduler moves, complete batches, loss scale, step ends."""
+"""Adapts the training loop's state to the swarm's steps: schedulers, complete batches, loss scale, ends of steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TrainerSchedulers:
         self._num_moved = 0  # moves for records that are not counted yet
 
     def take_over(self) -> None:
-        """Replace Lightning's move after a batch, which is skipped if `move` has made it already."""
+        """Replace Lightning's move of the schedulers after a batch: it is skipped if `move` has already made it."""
         self._update = Override(self._epoch_loop, "update_lr_schedulers", self._update_after_batch)
 
     def release(self) -> None:
@@ -49,14 +49,14 @@ class TrainerSchedulers:
     def move(self, num_records: int) -> None:
         """Move the schedulers ahead by `num_records` records that are not counted yet."""
         while self._num_moved < num_records:
-            # Schedulers check whether the optimizer stepped, which it did on the servers.
+            # Schedulers check whether the optimizer has stepped; the servers have done so.
             self._trainer.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
             self._num_moved += 1
 
     def count(self, *, is_first: bool) -> None:
-        """Count a record. Lightning itself moves the schedulers for a batch's first record."""
-        if not is_first:  # moves now, unless `move` has done so already
+        """Count a record. For a batch's first record, Lightning itself moves the schedulers when the batch ends."""
+        if not is_first:  # move now, unless `move` has already moved for this record
             self.move(1)
             self._num_moved -= 1
 
@@ -83,7 +83,7 @@ class CompletedBatches:
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}  # step -> samples of each batch
         self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # lease -> step, batch, epoch; see `keep_no_batches`
-        self.lost: dict[int, LoopBatch] = {}  # lease -> batch that no record will count, and that must run again
+        self.lost: dict[int, LoopBatch] = {}  # lease -> batch that no record will count, so that it must run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
         """Add a complete batch."""
@@ -96,27 +96,27 @@ class CompletedBatches:
 
     def num_batches(self, epoch: int) -> int:
         """Return the number of this trainer's complete batches of an epoch that no record counts yet."""
-        return sum(of == epoch for _, _, of in self._batches.values())
+        return sum(batch_epoch == epoch for _, _, batch_epoch in self._batches.values())
 
-    def lose(self, lease: int) -> None:
+    def mark_lost(self, lease: int) -> None:
         """Mark a batch to run again, because its step does not count it. Raises StepError if the batch was freed."""
         step, batch, _ = self._batches.pop(lease, (0, None, 0))
         if batch is None:
             raise StepError(
-                "a batch before the current one was struck from the open step, because its gradients on the servers "
-                "were lost and could not be computed again. Start again from a checkpoint."
+                "an earlier batch was struck from the open step, because its gradients on the servers were lost and "
+                "could not be computed again. Start again from a checkpoint."
             )
         self.lost[lease] = batch
         if step in self._sizes:
             self._sizes[step].remove(batch.num_samples)
 
     def keep_no_batches(self) -> None:
-        """Free the batches, which then cannot run again."""
+        """Free the batches; they cannot run again after this."""
         self._batches.clear()
 
     def count(self, step: int) -> None:
         """Forget the batches of all steps up to `step`, whose record was counted."""
-        self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
+        self._sizes = {open_step: sizes for open_step, sizes in self._sizes.items() if open_step > step}
         self._batches = {lease: entry for lease, entry in self._batches.items() if entry[0] > step}
 
 
@@ -126,7 +126,7 @@ def scaling_of(trainer: Trainer) -> LossScaling | None:
     scaler: GradScaler | None = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled():
         return None
-    loaded = trainer._checkpoint_connector._loaded_checkpoint  # Lightning restores the plugin after this
+    loaded = trainer._checkpoint_connector._loaded_checkpoint  # Lightning restores the plugin only later
     state = loaded.get(type(plugin).__qualname__) or scaler.state_dict()
     names = ("scale", "growth_factor", "backoff_factor", "growth_interval")
     return LossScaling(**{name: state[name] for name in names}, num_applied=state[_NUM_APPLIED])
@@ -150,24 +150,23 @@ class LossScale:
         value = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         if not 0.0 < value < math.inf:
             raise StepError(
-                f"the scale of the loss must be positive and finite, it has become {value:g}: gradients were not "
-                "finite at any scale. Look for what makes them so with `Trainer(detect_anomaly=True)`, or use "
-                "`bf16-mixed`."
+                f"the scale of the loss must be positive and finite, but has become {value:g}, because gradients were "
+                "not finite at any scale. Find the cause with `Trainer(detect_anomaly=True)`, or use `bf16-mixed`."
             )
         return value
 
     def update(self, *, skipped: bool) -> None:
-        """Let the scaler grow or back off after a step, as it does on one machine."""
+        """Make the scaler raise or lower its scale after a step, as on one machine."""
         if self._scaler is None or self._follow():
             return
-        # The scaler looks for infinities in gradients, which are on the servers. So it gets a stand-in for them.
+        # The scaler looks for infinities in gradients, which are on the servers. So give it a stand-in gradient.
         stand_in = torch.nn.Parameter(torch.zeros(()))
         stand_in.grad = torch.full((), math.inf if skipped else 0.0)
         self._scaler.unscale_(SGD([stand_in], lr=0.0))
         self._scaler.update()
 
     def _follow(self) -> bool:
-        """Set the scaler to the run's scale; False if the run has none, and the trainer's own applies."""
+        """Set the scaler to the run's scale, and return True; False if the run has none, so that the scaler decides."""
         scaling = self._run_scaling()
         if self._scaler is None or scaling is None:
             return False
@@ -177,7 +176,7 @@ class LossScale:
 
 
 class LoopCounters:
-    """Determines where a step ends, by Lightning's own counters, as far as one trainer can know."""
+    """Determines by Lightning's own counters where a step ends, as far as a single trainer can know this."""
 
     def __init__(self, trainer: Trainer, data: SharedData, target_batch_size: int | None, *, is_lead: bool) -> None:
         self._trainer = trainer
@@ -187,41 +186,41 @@ class LoopCounters:
         self._is_lead = is_lead
 
     @property
-    def by_windows(self) -> bool:
-        """Return whether a step is a window of gradient accumulation."""
+    def steps_are_windows(self) -> bool:
+        """Return whether a step is a window of gradient accumulation, so that Lightning counts its batches."""
         return self._target_batch_size is None
 
     @property
     def total_weight(self) -> float | None:
         """Return the weight of a step: 1 for a window of equally weighted batches; None to add up its samples."""
-        return 1.0 if self.by_windows else None
+        return 1.0 if self.steps_are_windows else None
 
     def num_samples(self, batch: Any) -> int:
-        """Return the samples of a batch. If a step is a window, they do not weight gradients, and are 1 if unknown."""
+        """Return the samples of a batch. If steps are windows, samples do not weight gradients; then 1 if unknown."""
         framework = tree_of(self._trainer)
         try:
             with warnings.catch_warnings():
-                if self.by_windows:
+                if self.steps_are_windows:
                     warnings.simplefilter("ignore")
                 return framework.extract_batch_size(batch)
         except framework.misconfiguration as error:
-            if self.by_windows:
+            if self.steps_are_windows:
                 return 1
             raise ConfigError.like(
                 framework.misconfiguration,
-                "`target_batch_size` counts samples, and this batch does not show how many it has: "
-                f"{type(batch).__name__}. Put a tensor with one row for each sample into it.",
+                "with `target_batch_size`, the number of a batch's samples must be known; this "
+                f"{type(batch).__name__} does not show it. Put a tensor with one row for each sample into the batch.",
             ) from error
 
     def is_full(self, num_samples: int) -> bool:
-        """Return whether a step with so many own samples is full, if no other trainer has batches in it."""
+        """Return whether a step with this number of own samples is full, if no other trainer has batches in it."""
         return self._target_batch_size is not None and num_samples >= self._target_batch_size
 
     def is_due(self, num_samples: int) -> bool:
-        """Return whether a step with so many own samples ends with the current batch, by Lightning's counters."""
-        if self.by_windows:
-            # A window that the epoch's end cuts off counts as a full one, as in Lightning: each loss was divided by the
-            # window's length.
+        """Return whether a step with this number of own samples ends with the current batch of Lightning's loop."""
+        if self.steps_are_windows:
+            # A window that the epoch's end cuts off counts as a full window, as in Lightning, because each loss was
+            # divided by the full window's length.
             cut_off = self._epoch_loop._num_ready_batches_reached()
             return cut_off or self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
         return self.is_last_batch and num_samples > 0
@@ -234,7 +233,7 @@ class LoopCounters:
             return
         fit_loop, progress = self._trainer.fit_loop, self._epoch_loop.batch_progress
         num_batches = self._data.num_batches()
-        _, index = number  # in the whole epoch
+        _, index = number  # index in the whole epoch
         with changed(fit_loop, max_batches=num_batches), changed(progress, is_last_batch=index + 1 == num_batches):
             yield
 
@@ -247,5 +246,5 @@ class LoopCounters:
     def is_last_batch(self) -> bool:
         """Return whether the lead's last epoch ends with the current batch."""
         if self._data.shares:
-            return False  # the coordinator knows which batch is the run's last one
+            return False  # only the coordinator knows the run's last batch
         return self._data.is_last_epoch(self._trainer.current_epoch) and self.ends_epoch

@@ -20,7 +20,7 @@ _TENSOR_REDUCTIONS = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, d
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _LIST_REDUCTIONS = (dim_zero_cat, None)
 _REMEDY = (
-    "Log what it computes for the batch, with its `batch_size`, or leave `sync_dist` out to get the lead's own value."
+    "Log the metric's value for the batch, with its `batch_size`, or leave `sync_dist` out to get the lead's own value."
 )
 
 
@@ -35,29 +35,29 @@ class MetricContents:
     def shapes(self) -> str:
         """Return the dtypes and shapes of the tensors, by state, as text."""
         states = {name: state if isinstance(state, list) else [state] for name, state in self.states.items()}
-        return repr({name: [(one.dtype, *one.shape) for one in state] for name, state in states.items()})
+        return repr({name: [(tensor.dtype, *tensor.shape) for tensor in state] for name, state in states.items()})
 
     @property
     def num_bytes(self) -> int:
         """Return the size of all tensors in bytes."""
-        states = self.states.values()
-        return sum(one.nbytes for state in states for one in (state if isinstance(state, list) else [state]))
+        states = [state if isinstance(state, list) else [state] for state in self.states.values()]
+        return sum(tensor.nbytes for state in states for tensor in state)
 
 
 def check_metric(name: str, metric: Metric) -> None:
     """Refuse a metric whose states cannot be combined; `name` is its name in the module."""
-    kind = type(metric).__name__
+    class_name = type(metric).__name__
     if any(isinstance(child, Metric) for child in metric.children()) or not metric._defaults:
         raise ConfigError(
-            "`sync_dist=True` takes a metric that has states, and no other metrics in it: got a "
-            f"{kind} as {name!r}. Log the metrics that it is made of."
+            "a metric logged with `sync_dist=True` must have states, and no other metrics in it: got a "
+            f"{class_name} as {name!r}. Log the metrics in it."
         )
     for state, default in metric._defaults.items():
         if metric._reductions[state] not in (_LIST_REDUCTIONS if isinstance(default, list) else _TENSOR_REDUCTIONS):
             raise ConfigError(
-                "`sync_dist=True` puts a metric's states together by their `dist_reduce_fx`, one of 'sum', 'mean', "
-                f"'max', 'min' and 'cat' (None for a list): state {state!r} of the {kind} {name!r} has another. "
-                f"{_REMEDY}"
+                "`sync_dist=True` combines a metric's states by their `dist_reduce_fx`, which must be 'sum', 'mean', "
+                f"'max', 'min' or 'cat' (None for a list): state {state!r} of the {class_name} {name!r} has another "
+                f"reduction. {_REMEDY}"
             )
 
 
@@ -85,7 +85,7 @@ def has_value(metric: Metric) -> bool:
 
 
 def take(metric: Metric) -> MetricContents:
-    """Move the states out of a metric: it is then as if new, except for the value of its last `forward`."""
+    """Move the states out of a metric, which is then as if new, except for the value of its last `forward`."""
     contents = MetricContents(metric._update_count, {name: getattr(metric, name) for name in metric._defaults})
     put(metric, MetricContents(0, {}))
     return contents
@@ -94,44 +94,45 @@ def take(metric: Metric) -> MetricContents:
 def put(metric: Metric, contents: MetricContents) -> None:
     """Replace the contents of a metric."""
     for name, default in metric._defaults.items():
-        # Copies, because `update` and `reset` change states in place.
+        # Copy states, because `update` and `reset` change them in place.
         state = contents.states.get(name, default)
         setattr(metric, name, list(state) if isinstance(state, list) else state.detach().clone().to(metric.device))
     metric._update_count, metric._computed = contents.num_updates, None
 
 
-def combine(metric: Metric, first: MetricContents, other: MetricContents) -> MetricContents:
-    """Return the contents of a metric that received the updates of both, one after the other."""
-    if not first.num_updates or not other.num_updates:
-        return first if first.num_updates else other
-    num_updates = first.num_updates + other.num_updates
-    share = other.num_updates / num_updates
+def combine(metric: Metric, first: MetricContents, second: MetricContents) -> MetricContents:
+    """Return the contents that a metric would have after the updates of `first` and then of `second`."""
+    if not first.num_updates or not second.num_updates:
+        return first if first.num_updates else second
+    num_updates = first.num_updates + second.num_updates
+    share = second.num_updates / num_updates
     states = {
-        name: _reduced(metric._reductions[name], first.states[name], other.states[name], share) for name in first.states
+        name: _reduced(metric._reductions[name], state, second.states[name], share)
+        for name, state in first.states.items()
     }
     return MetricContents(num_updates, states)
 
 
 def _reduced(
-    reduction: object, first: Tensor | list[Tensor], other: Tensor | list[Tensor], share: float
+    reduction: object, first: Tensor | list[Tensor], second: Tensor | list[Tensor], share: float
 ) -> Tensor | list[Tensor]:
-    """Combine two contents of one state; `share` is the other contents' share of all updates, for a mean."""
-    if isinstance(first, list) or isinstance(other, list):
-        return [*first, *other]
-    first, other = first.detach(), other.detach()
+    """Combine two values of one state; `share` is the second value's share of all updates, for a mean."""
+    if isinstance(first, list) or isinstance(second, list):
+        return [*first, *second]
+    first, second = first.detach(), second.detach()
     if reduction == dim_zero_sum:
-        return first + other
+        return first + second
     if reduction == dim_zero_mean:
-        return first + (other - first) * share
+        return first + (second - first) * share
     if reduction == dim_zero_max:
-        return torch.maximum(first, other)
+        return torch.maximum(first, second)
     if reduction == dim_zero_min:
-        return torch.minimum(first, other)
-    return torch.cat([first, other])
+        return torch.minimum(first, second)
+    return torch.cat([first, second])
 
 
 def computed_of(metric: Metric, contents: MetricContents) -> object:
-    """Compute a metric's value from these contents."""
+    """Compute a metric's value from the given contents. The metric keeps its own."""
     own = take(metric)
     put(metric, contents)
     try:
@@ -141,28 +142,30 @@ def computed_of(metric: Metric, contents: MetricContents) -> object:
 
 
 def check_alike(metric: Metric, own: MetricContents, other: MetricContents) -> None:
-    """Raise `ProtocolError` if another trainer's contents cannot be combined with those of an own batch."""
-    grows = False
-    for name, here in own.states.items():
-        grows |= isinstance(here, list) or metric._reductions[name] == dim_zero_cat
-        expected, found = (_kinds(state, metric._reductions[name]) for state in (here, other.states[name]))
-        if expected and not found <= expected:
-            raise ProtocolError(f"state {name!r} is made of {sorted(expected)}, got {sorted(found)}")
-    # Only the metric knows, say, which states must have equal lengths. If no state grows, the shapes are enough.
-    if grows and _computes(metric, own) and not _computes(metric, combine(metric, own, other)):
-        raise ProtocolError("the metric computes nothing of it together with a batch of this trainer")
+    """Raise `ProtocolError` if another trainer's contents cannot be combined with the contents from an own batch."""
+    has_growing_state = False
+    for name, own_state in own.states.items():
+        reduction = metric._reductions[name]
+        has_growing_state |= isinstance(own_state, list) or reduction == dim_zero_cat
+        expected, received = _descriptions(own_state, reduction), _descriptions(other.states[name], reduction)
+        if expected and not received <= expected:
+            raise ProtocolError(f"tensors of state {name!r} must be {sorted(expected)}, got {sorted(received)}")
+    # Only the metric itself can check, for example, which states must have equal lengths. If no state grows, equal
+    # shapes are enough.
+    if has_growing_state and _can_compute(metric, own) and not _can_compute(metric, combine(metric, own, other)):
+        raise ProtocolError("the metric cannot be computed from them together with a batch of this trainer")
 
 
-def _kinds(state: Tensor | list[Tensor], reduction: object) -> set[str]:
+def _descriptions(state: Tensor | list[Tensor], reduction: object) -> set[str]:
     """Describe the tensors of a state by the properties that must agree in all batches."""
     if not isinstance(state, list):
         return {f"{state.dtype} {list(state.shape[reduction == dim_zero_cat :])}"}
     if reduction != dim_zero_cat:  # tensors that are not concatenated may have any shapes
-        return {str(one.dtype) for one in state}
-    return {f"{one.dtype} {list(one.shape[1:])}" for one in state}
+        return {str(tensor.dtype) for tensor in state}
+    return {f"{tensor.dtype} {list(tensor.shape[1:])}" for tensor in state}
 
 
-def _computes(metric: Metric, contents: MetricContents) -> bool:
+def _can_compute(metric: Metric, contents: MetricContents) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -180,11 +183,11 @@ def pack(name: str, contents: MetricContents) -> tuple[MetricState, list[Tensor]
 
 
 def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> MetricContents:
-    """Unpack the contents of another trainer's metric. Raises ProtocolError if it is not the same metric."""
+    """Unpack the contents of another trainer's metric. Raises ProtocolError if its states differ from `metric`'s."""
     rest = iter(tensors)
     states: dict[str, Tensor | list[Tensor]] = {}
     if len(sent.lengths) != len(metric._defaults):
-        raise ProtocolError(f"metric {sent.name!r} has {len(metric._defaults)} states, got {len(sent.lengths)}")
+        raise ProtocolError(f"metric {sent.name!r} must have {len(metric._defaults)} states, got {len(sent.lengths)}")
     for (name, default), length in zip(metric._defaults.items(), sent.lengths, strict=True):
         parts = [tensor.to(metric.device) for tensor in islice(rest, length)]
         if isinstance(default, list):
@@ -195,9 +198,9 @@ def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Metr
         first = 1 if metric._reductions[name] == dim_zero_cat else 0  # dimension 0 of a concatenation grows
         is_sized = length == 1 and (not default.dim() or parts[0].shape[first:] == default.shape[first:])
         if not is_sized or parts[0].dtype != own.dtype:
-            found = [(str(part.dtype), list(part.shape)) for part in parts]
+            received = [(str(part.dtype), list(part.shape)) for part in parts]
             raise ProtocolError(
-                f"state {name!r} of metric {sent.name!r} is a {own.dtype} {list(own.shape)}, got {found}"
+                f"state {name!r} of metric {sent.name!r} must be a {own.dtype} {list(own.shape)}, got {received}"
             )
         states[name] = parts[0]
     return MetricContents(sent.num_updates, states)

@@ -1,4 +1,4 @@
-"""Prepares a Trainer's module for a run: decides whether and where to cut it, and builds it on each peer."""
+"""Prepares a Trainer's module for a run: decides whether and where to cut the model, and builds it on each peer."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def check(strategy: StrategyBase, trainer: Trainer, *, restored: bool) -> None:
         return
     if computes_alone(strategy, trainer) or stays_whole(strategy, module):
         return
-    # The model is final. Balancing a cut may take long, so check only whether there is one.
-    named = config.split if not isinstance(config.split, str) else "parameters"
+    # The model is final. Measuring blocks for a balanced cut may take long, so check only whether a cut exists.
+    split = config.split if not isinstance(config.split, str) else "parameters"
     blocks = partition.find_blocks(module, config.pipeline)
-    ranges = partition.choose_ranges(blocks, num_stages, named, seams=partition.layers_by_block(module, blocks))
+    ranges = partition.choose_ranges(blocks, num_stages, split, seams=partition.layers_by_block(module, blocks))
     # A checkpoint may add boundary layers to a model.
-    if config.split == named and not restored and config.boundary is not None:
+    if config.split == split and not restored and config.boundary is not None:
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=False)
         partition.plan_boundaries(module, blocks, ranges, config.boundary)
@@ -62,7 +62,7 @@ def computes_alone(strategy: StrategyBase, trainer: Trainer) -> bool:
 
 
 def stays_whole(strategy: StrategyBase, module: LightningModule) -> bool:
-    """Return whether the model is not cut in the run that this process joins, took over, or begins."""
+    """Return whether the model stays whole in the run that this process joins, took over, or begins."""
     stages = _stages_of_run(strategy)
     if stages:
         return not ranges_of(stages)
@@ -78,7 +78,7 @@ def _stages_of_run(strategy: StrategyBase) -> Sequence[StageManifest]:
 
 
 def _blocks(strategy: StrategyBase, module: LightningModule) -> Blocks:
-    """Return the blocks of a module. A peer that only serves learns later whether the run's model is cut."""
+    """Return the blocks of a module; no blocks if the model stays whole, or, on a server, cannot be cut."""
     config = strategy.config
     may_be_whole = config.only_serves and config.pipeline is None and not partition.defines_stages(module)
     if stays_whole(strategy, module) or (may_be_whole and not partition.can_be_cut(module)):
@@ -87,7 +87,7 @@ def _blocks(strategy: StrategyBase, module: LightningModule) -> Blocks:
 
 
 def cut(strategy: StrategyBase, module: LightningModule, *, restored: bool) -> None:
-    """Choose the stages, insert boundary layers between them, and initialize the weights outside of them."""
+    """Choose the stages, insert boundary layers between them, and initialize the weights outside of the stages."""
     config, trainer = strategy.config, module.trainer
     if computes_alone(strategy, trainer):
         strategy.initial_weights.fill_outside(module, partition.no_blocks(module), strategy.root_device)
@@ -95,11 +95,11 @@ def cut(strategy: StrategyBase, module: LightningModule, *, restored: bool) -> N
     blocks = _blocks(strategy, module)
     if blocks.is_empty and strategy.compiler is not None:
         rank_zero_warn(
-            "`torch.compile` of a whole LightningModule compiles the stages of a swarm, and this model is not cut: it "
-            "runs as if it were not compiled. Compile its layers, as in `self.net = torch.compile(self.net)`."
+            "in a swarm, `torch.compile` of a whole LightningModule compiles only stages, but this model is not cut, "
+            "so it runs uncompiled. Compile its layers, as in `self.net = torch.compile(self.net)`."
         )
     strategy.ranges = _ranges(strategy, module, blocks)
-    if config.boundary is not None:  # a model that has boundary layers already is cut at them
+    if config.boundary is not None:  # a model that already has boundary layers is cut at them
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=restored)
         partition.insert_boundaries(module, blocks, strategy.ranges, config.boundary)
@@ -107,7 +107,7 @@ def cut(strategy: StrategyBase, module: LightningModule, *, restored: bool) -> N
 
 
 def _ranges(strategy: StrategyBase, module: LightningModule, blocks: Blocks) -> Sequence[range]:
-    """Return the blocks of each stage: as in the run that this process joins or took over, or newly chosen."""
+    """Return the blocks of each stage, as in the run that this process joins or took over. A new run chooses them."""
     if blocks.is_empty:
         return ()
     return ranges_of(_stages_of_run(strategy)) or partition.choose_ranges(
@@ -126,8 +126,8 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
     if example is None:
         raise ConfigError(
             "`split='time'` measures the blocks with an example, so `example_input_array` must be set: "
-            f"{type(module).__name__} has none. Set it in `__init__` to what `forward` takes, a batch of a usual "
-            "size, or use `split='parameters'`."
+            f"{type(module).__name__} has none. Set it in `__init__` to a batch of the usual size, as `forward` "
+            "receives it, or use `split='parameters'`."
         )
     example = strategy.batch_to_device(strategy.precision_plugin.convert_input(example), strategy.root_device)
     return partition.time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
@@ -136,7 +136,7 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
 def peer_model(
     strategy: StrategyBase, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
 ) -> PeerModel:
-    """Return a model that this peer cuts into stages. Without `optimizer` it uses the Trainer's."""
+    """Return a model that this peer cuts into stages. If `optimizer` is None, the model uses the Trainer's."""
     config = strategy.config
     return PeerModel(
         module,
@@ -148,7 +148,7 @@ def peer_model(
 
 
 def served_model(strategy: StrategyBase, module: LightningModule) -> PeerModel:
-    """Return the model of a peer that only serves, converted and moved to its device as Lightning's loop would do."""
+    """Return the model of a peer that only serves, converted and moved to its device as by Lightning's loop."""
     module.trainer.precision_plugin.convert_module(module)
     with StayOnMeta():
         module.to(strategy.root_device)
@@ -158,7 +158,7 @@ def served_model(strategy: StrategyBase, module: LightningModule) -> PeerModel:
 def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
     """Call the module's setup hooks as Lightning does before a loop, without data if possible."""
     module.trainer = trainer
-    if datamodule is not None:  # the module may read a size from it, say
+    if datamodule is not None:  # the module may read a value from it, such as a number of classes
         trainer._data_connector.attach_datamodule(module, datamodule)
     strategy: StrategyBase = trainer.strategy  # type: ignore[assignment]
     strategy.setup_environment()
@@ -177,7 +177,7 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
     modes = [(child, child.training) for child in module.modules()]
     trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
-    def put_back(served: PeerModel) -> None:
+    def restore(served: PeerModel) -> None:
         if not on_meta:
             served.fill()
         for child, training in modes:
@@ -186,20 +186,20 @@ def remember(module: nn.Module) -> Callable[[PeerModel], None]:
             parameter.requires_grad_(trains.get(name, parameter.requires_grad))
         add_hooks(module)
 
-    return put_back
+    return restore
 
 
 def could_lead(
     trainer: Trainer, module: LightningModule, config: SwarmConfig, call_arguments: Mapping[str, Any]
 ) -> bool:
-    """Return whether a server has all that a lead needs; `call_arguments` are the arguments of the Trainer's method."""
+    """Return whether a server could become the lead; `call_arguments` are the arguments of the Trainer's method."""
     if config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or not has_whole_model(module, config):
         return False
     try:
         checks.check_trainer(trainer, module, config)
         checks.check_data(trainer, module, call_arguments)
     except ConfigError as error:
-        _log.info("This peer cannot take the run over: %s", error)
+        _log.info("This peer cannot take over the run: %s", error)
         return False
     return True
 
@@ -210,9 +210,9 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
 
 
 def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps: int | None) -> Optimizer:
-    """Make the user's optimizer for a peer without data, with the run's number of steps, if it is known."""
+    """Make the user's optimizer on a peer without data, with the run's number of steps if it is known."""
     strategy: StrategyBase = module.trainer.strategy  # type: ignore[assignment]
     with changed(strategy, total_steps=total_steps):  # `estimated_stepping_batches` must return the lead's value
-        make, what = module.configure_optimizers, "make the optimizer"
-        configured: Any = call_with_data_if_needed(strategy, module.trainer, what, make)
+        make, task = module.configure_optimizers, "make the optimizer"
+        configured: Any = call_with_data_if_needed(strategy, module.trainer, task, make)
     return checks.check_optimizers(framework.configure_optimizers(configured)[0])

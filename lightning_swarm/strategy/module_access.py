@@ -30,9 +30,10 @@ _T = TypeVar("_T")
 class ModuleAccess:
     """Synchronizes a trainer's module with the servers' weights, in both directions, when user code uses it.
 
-    Stages' tensors are watched: before user code reads one, the newest weights are gathered into the module. To find
-    writes, tensors are compared with copies. The trainer itself computes the layers around the pipeline, so their
-    tensors are compared, but not watched.
+    The stages' tensors are watched: before user code reads a tensor, the newest weights are gathered into the module.
+    To find writes, tensors are compared with copies. Written weights are sent when the next step begins; for an
+    evaluation before that, servers keep them beside the run's weights. The trainer itself computes the layers around
+    the pipeline, so their tensors are compared, but not watched.
     """
 
     def __init__(self, peer: Peer, session: Session, stages: Sequence[StageModule], limits: Limits) -> None:
@@ -42,20 +43,20 @@ class ModuleAccess:
         self._limits = limits
         self._thread = threading.get_ident()
         self.is_paused = False  # accesses do not count as user code's
-        self._warned = False  # of views that user code keeps
+        self._warned = False  # a warning has said that user code keeps views
         self._closing = contextlib.ExitStack()
         self._version = session.version  # version of the stages' weights in the module
-        self._before: dict[str, Tensor] = {}  # copies, at that version, of weights that user code has used since
-        # Weights that user code had written when they were last sent for evaluations.
+        self._copies: dict[str, Tensor] = {}  # copies, at that version, of tensors that user code has used since
+        # Tensors that user code had written, with their values when they were last sent for evaluations.
         self._evaluation_weights: dict[str, Tensor] = {}
-        self._evaluation_number = 0  # of the newest weights that were sent for evaluations
+        self._evaluation_number = 0  # number of the newest weights that were sent for evaluations
         self._check_optimizer: Callable[[], None] = lambda: None
-        self._own: dict[str, Tensor] = {}  # name -> tensor of a stage
+        self._tensors: dict[str, Tensor] = {}  # name -> tensor of a stage
         self._watched: set[str] = set()  # names of tensors that could be watched
         for stage in stages:
             if not stage.spec.on_trainers:
-                self._own.update(stage.named_stage_tensors())
-        for name, tensor in self._own.items():
+                self._tensors.update(stage.named_stage_tensors())
+        for name, tensor in self._tensors.items():
             release = watch(tensor, partial(self._use, name))
             if release is not None:
                 self._watched.add(name)
@@ -65,7 +66,7 @@ class ModuleAccess:
             self._note_aliased()
 
     def end(self) -> None:
-        """Stop when training is over and the module holds the trained weights; servers drop evaluation weights."""
+        """Stop after training, when the module holds the trained weights; servers drop evaluation weights."""
         self._drop_evaluation_weights()
         self.close()
 
@@ -89,24 +90,24 @@ class ModuleAccess:
         """Gather the stages' newest weights into the module. Raises ConfigError if user code wrote any in mid-step."""
         if self._version == self._session.version:
             return
-        if late := self._written():
-            raise ConfigError(written_in_mid_step(late))
-        self._before = {}
+        if written := self._written():
+            raise ConfigError(written_in_mid_step(written))
+        self._copies = {}
         pipelined = [stage.spec.index for stage in self._stages if not stage.spec.on_trainers]
         weights = self.gather(partial(model_state.gather_weights, stages=pipelined), timeout=timeout)
         with torch.no_grad(), self.paused():
             for name, tensor in weights.items():
-                self._own[name].copy_(tensor)
+                self._tensors[name].copy_(tensor)
             self._note_aliased()
         self._version = self._session.version
 
-    def gather(self, gather: Callable[..., Coroutine[Any, Any, _T]], *, timeout: float | None = None) -> _T:
+    def gather(self, function: Callable[..., Coroutine[Any, Any, _T]], *, timeout: float | None = None) -> _T:
         """Run a function of `model_state` that gathers from the servers, at the newest version."""
         session, limits = self._session, self._limits
         session.settle_weights()
         session.renew()
         timeout = limits.call_timeout if timeout is None else timeout
-        work = gather(
+        work = function(
             self._peer.transport,
             session.run,
             session.version,
@@ -118,48 +119,48 @@ class ModuleAccess:
 
     def poison(self) -> None:
         """Fill the stages' tensors in the module with NaN until user code reads them, for tests."""
-        if self._before:
-            return  # weights that user code wrote are still to be sent
+        if self._copies:
+            return  # user code may have written weights that were not sent yet
         with torch.no_grad(), unwatched():
-            for tensor in self._own.values():
+            for tensor in self._tensors.values():
                 if not tensor.is_meta and tensor.is_floating_point():
                     tensor.fill_(float("nan"))
         self._version = -1
 
     def note_current(self) -> None:
         """Record that the module holds the newest weights, which were just loaded into it or sent from it."""
-        self._version, self._before = self._session.version, {}
+        self._version, self._copies = self._session.version, {}
         with self.paused():
             self._note_aliased()
         if self._session.local_layers is not None:
             self._session.local_layers.note_current()
 
     def refresh_aliases(self) -> None:
-        """Gather weights if user code keeps views or arrays of some, whose uses cannot be detected."""
+        """Gather weights if user code keeps views or arrays of any, because uses of a view cannot be detected."""
         if self._version == self._session.version or threading.get_ident() != self._thread:
             return
-        if found := aliased(self._own):
+        if names := aliased(self._tensors):
             if not self._warned:
                 _log.warning(
-                    "Weights are gathered after every step, for views of some are kept: %s. Keep copies, by `clone()`, "
-                    "where the newest values are not needed.",
-                    quote_names(found),
+                    "Weights are gathered after every step, because the script keeps views of some: %s. If it does not "
+                    "need the newest values, keep copies, by `clone()`.",
+                    quote_names(names),
                 )
             self._warned = True
             self.refresh()
 
     def _note_aliased(self) -> None:
-        """Copy tensors that user code has views of, because writes through a view are found only by comparing."""
-        self._before.update((name, self._own[name].detach().clone()) for name in aliased(self._own))
+        """Copy tensors that user code has views of, because only a comparison finds writes through a view."""
+        self._copies.update((name, self._tensors[name].detach().clone()) for name in aliased(self._tensors))
 
     def _use(self, name: str) -> None:
-        """Before user code uses a tensor: gather the newest weights, and copy the tensor to detect a write."""
+        """Gather the newest weights before user code uses a tensor, and copy the tensor to detect a write."""
         if self.is_paused or threading.get_ident() != self._thread:
             return
         with self.paused():
             self.refresh()
-            if name not in self._before:
-                self._before[name] = self._own[name].detach().clone()
+            if name not in self._copies:
+                self._copies[name] = self._tensors[name].detach().clone()
 
     # ------------------------------------------------------------------ writing
 
@@ -171,27 +172,27 @@ class ModuleAccess:
 
     def _written(self) -> dict[str, Tensor]:
         """Return copies of the stages' tensors that user code has written at this version of the weights."""
-        if not self._before:
+        if not self._copies:
             return {}
         with torch.no_grad(), self.paused():
             return {
-                name: self._own[name].detach().clone()
-                for name, before in self._before.items()
-                if not same(self._own[name], before)
+                name: self._tensors[name].detach().clone()
+                for name, copied in self._copies.items()
+                if not same(self._tensors[name], copied)
             }
 
     def _forget_unwritten(self, written: Collection[str]) -> None:
         """Stop comparing tensors that user code used but did not write. A further use is detected again."""
-        if self._before.keys() - written:
+        if self._copies.keys() - written:
             with self.paused():
-                kept = {*written, *aliased(self._own)}
-            self._before = {name: before for name, before in self._before.items() if name in kept}
+                kept = {*written, *aliased(self._tensors)}
+            self._copies = {name: copied for name, copied in self._copies.items() if name in kept}
 
     def send_written(self, *, pending_samples: int) -> None:
-        """Send servers the weights that user code wrote; they use them from the step that begins."""
+        """Send servers the weights that user code wrote. Servers use these weights from the step that begins."""
         session, local = self._session, self._session.local_layers
         self._check_optimizer()
-        self._check_kept()
+        self._check_same_objects()
         written = self.pending
         if self._evaluation_weights and not written:
             self._drop_evaluation_weights()
@@ -202,28 +203,29 @@ class ModuleAccess:
             trained = [name for name in written if local is None or not local.is_frozen(name)]
             if trained:
                 raise ConfigError(written_in_mid_step(trained))
-            return  # frozen tensors around the pipeline are used only here, and are sent when the next step begins
+            return  # only this trainer uses frozen tensors around the pipeline; the next step sends them
         if session.is_shared or session.delays:
             raise ConfigError(
-                "weights may be written during `fit` where one trainer trains, and steps are not delayed; "
+                "weights may be written during `fit` only if one trainer trains, and steps are not delayed; "
                 f"{quote_names(written)} were written in a run of several trainers, or with `delay_optimizer_step`. "
                 "Write them before `fit`, or use `role='auto'` without `delay_optimizer_step`."
             )
         session.catch_up()
-        # The stages that hold one of these tensors, or one that is tied to it.
-        stages = [one.spec.index for one in self._stages if not written.keys().isdisjoint(one.named_stage_tensors())]
+        # The stages that hold one of these tensors, or a tensor that is tied to it.
+        changed_stages = [stage for stage in self._stages if not written.keys().isdisjoint(stage.named_stage_tensors())]
+        stages = [stage.spec.index for stage in changed_stages]
         self._set_evaluation_weights(stages)
         session.change(StepChange(written=WrittenWeights(number=self._evaluation_number, stages=stages)))
-        # From the step that begins, these are the run's own weights, and no longer weights for evaluations only.
-        self._before.update((name, tensor) for name, tensor in written.items() if name in self._own)
+        # From the step that begins, these weights are the run's own, and not only for evaluations.
+        self._copies.update((name, tensor) for name, tensor in written.items() if name in self._tensors)
         self._evaluation_weights = {}
         session.pipeline.factory.evaluation_number = 0
         if local is not None:
             local.note_stage_has(written)
 
     def _before_call(self, evaluates: bool) -> None:
-        """Send weights that user code wrote before a call of the pipeline that evaluates; refuse them in training."""
-        if not self._before and not self._evaluation_weights:
+        """Send written weights before a call of the pipeline that evaluates; refuse them before a call that trains."""
+        if not self._copies and not self._evaluation_weights:
             return
         written = self._written()
         if not evaluates:
@@ -242,7 +244,7 @@ class ModuleAccess:
         self._evaluation_weights = written
 
     def _set_evaluation_weights(self, stages: Collection[int]) -> None:
-        """Send the servers of some stages the module's weights, which they keep beside the run's under a new number."""
+        """Send the servers of `stages` the module's weights. Servers keep them beside the run's, under a new number."""
         self._evaluation_number += 1
         with self.paused():
             self.refresh()
@@ -256,7 +258,7 @@ class ModuleAccess:
             self._peer.runtime.run(sending)
 
     def _drop_evaluation_weights(self) -> None:
-        """Make servers forget the written weights, and evaluate with the run's again."""
+        """Make servers forget the evaluation weights, and evaluate with the run's weights again."""
         factory = self._session.pipeline.factory
         number, factory.evaluation_number, self._evaluation_weights = factory.evaluation_number, 0, {}
         if number:
@@ -265,12 +267,12 @@ class ModuleAccess:
             )
             self._peer.runtime.run(dropping)
 
-    def _check_kept(self) -> None:
-        """Refuse tensors that user code replaced, because optimizer and stages still use the former objects."""
+    def _check_same_objects(self) -> None:
+        """Refuse replaced tensors, because optimizer and stages still use the former objects."""
         for stage in self._stages:
             for name, tensor in stage.named_stage_tensors().items():
-                own = self._own.get(name)
-                if own is not None and (tensor is not own or is_watched(own) != (name in self._watched)):
+                former = self._tensors.get(name)
+                if former is not None and (tensor is not former or is_watched(former) != (name in self._watched)):
                     raise ConfigError(
                         f"parameters and buffers of blocks must stay the same objects during `fit`: {name!r} was "
                         "replaced. Write into it, by `copy_` under `torch.no_grad()`."

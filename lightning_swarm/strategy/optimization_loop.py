@@ -1,4 +1,10 @@
-"""Replaces Lightning's automatic optimization: one swarm step is one ``global_step``."""
+"""Replaces Lightning's automatic optimization: one swarm step is one ``global_step``.
+
+For each batch, the trainer waits for a lease (a place in a step), runs Lightning's closure, and reports the batch as
+complete. If the batch ends its step, the trainer waits for the step's record. Records that came meanwhile, also of
+steps that other trainers filled, are then counted in Lightning's counters, schedulers and logs. A batch that no record
+counts, because it was struck or its gradients were lost, runs again.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ _MAX_ATTEMPTS = 8  # attempts to train on one batch
 
 
 def _untrained() -> dict[str, Any]:
-    """Return the outputs of a batch that was read here but not trained, because another trainer had brought it."""
+    """Return the outputs of a batch that this trainer read but did not train, because another trainer brings it."""
     # Callbacks may read the loss of every batch, as with the plain Trainer.
     return {"loss": torch.tensor(math.nan)}
 
@@ -70,11 +76,11 @@ class SwarmOptimization:
         self._counters = LoopCounters(trainer, data, config.settings.target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None), lambda: session.run.scaling)
         self._run_log = run_log
-        self._num_counted = session.version  # number of records that were counted here
+        self._num_counted = session.version  # number of records that this loop has counted
         # Called when a batch stops waiting for its grant, with the records and lost batches not handled by then.
         self.on_grant: Callable[[RunNews], None] = lambda _: None
         self.stepped = False  # a step was counted in the current batch
-        self._begun = False  # the loop has begun a batch in this run
+        self._has_begun = False  # the loop has begun a batch in this run
         self._ready_at_last_batch = 0  # Lightning's count of ready batches when the newest trained batch ended
         self._step_marked_ready = False  # Lightning's counters include the step that the current batch may end
         self._overrides: Sequence[Override] = ()
@@ -116,13 +122,13 @@ class SwarmOptimization:
             override.remove()
 
     def _has_stepped(self) -> bool:
-        """Return whether a step ended in the current batch or, before it is trained, whether one is known to end in it.
+        """Return whether a step has ended in the current batch, or, before the batch is trained, is known to end in it.
 
         Before a resumed loop's first batch, return whether a step ended in the last batch of the saved loop.
         """
         if self._num_ready() != self._ready_at_last_batch:
-            return self._counters.by_windows and self._counters.is_due(0)
-        if self._begun:
+            return self._counters.steps_are_windows and self._counters.is_due(0)
+        if self._has_begun:
             return self.stepped
         return self.trainer.global_step > self.trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -131,19 +137,19 @@ class SwarmOptimization:
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on a batch, and wait for the step that it closes, if any. Returns `on_train_batch_end`'s `outputs`."""
-        self._begun, self.stepped = True, False
-        self._own_values.look()
-        self._rate_hooks.called(kwargs.get("batch"), batch_idx)
-        begins_window = self._counters.by_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
+        self._has_begun, self.stepped = True, False
+        self._own_values.begin_batch()
+        self._rate_hooks.record_call(kwargs.get("batch"), batch_idx)
+        begins_window = self._counters.steps_are_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
         if self.pending_samples and begins_window:
             _log.warning(
-                "`on_train_batch_start` ended the epoch in the middle of a step: the %d samples of a window that was "
-                "cut off count in the next step; the plain Trainer forgets them.",
+                "`on_train_batch_start` ended the epoch in the middle of an accumulation window. The window's %d "
+                "samples count in the next step; with the plain Trainer, they would not count.",
                 self.pending_samples,
             )
         self._access.send_written(pending_samples=self.pending_samples)
         self.send_selection()
-        self._step_marked_ready = self._counters.by_windows and self._counters.is_due(0)
+        self._step_marked_ready = self._counters.steps_are_windows and self._counters.is_due(0)
         if self._step_marked_ready:
             self._lightning.optim_progress.optimizer.step.increment_ready()
         try:
@@ -155,16 +161,15 @@ class SwarmOptimization:
             self._access.refresh_aliases()
             return _untrained() if result is None else result
         except RunOver:
-            # At the lead, no step opens beyond `max_steps`, which it has just reached. At another trainer, the lead's
-            # loop has ended.
+            # At the lead, `max_steps` is reached, so no further step opens. At another trainer, the lead's loop ended.
             self._take_back_ready()
             if self._session.is_lead:
                 return _untrained()
             self._data.run_is_over = self.trainer.should_stop = True
-            raise StopIteration from None  # how Lightning leaves an epoch
+            raise StopIteration from None  # makes Lightning leave the epoch
         finally:
             self._ready_at_last_batch = self._num_ready()
-            self.logs.replay()
+            self.logs.add_received()
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             self._session.pipeline.marks.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
 
@@ -179,7 +184,7 @@ class SwarmOptimization:
             if "batch_idx" in kwargs:  # the index in the whole epoch, as in one process
                 kwargs["batch_idx"] = number[1]
             return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
-        # With a `dataloader_iter`, `training_step` itself will read the batch, so its size is not known.
+        # With a `dataloader_iter`, `training_step` itself reads the batch, so its size is unknown here.
         return LoopBatch(batch_idx, kwargs, self._counters.num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
     def _train(self, batch: LoopBatch) -> dict[str, Any] | None:
@@ -198,8 +203,9 @@ class SwarmOptimization:
                 self.logs.revoke()
                 revoked = error
         raise StepError(
-            f"a batch was struck from its step {_MAX_ATTEMPTS} times in a row: the coordinator does not hear of this "
-            "trainer, or batches take too long. Look at the network between the two, or raise `Limits.call_timeout`."
+            f"a batch was struck from its step {_MAX_ATTEMPTS} times in a row: the coordinator does not receive this "
+            "trainer's messages, or batches take too long. Check the network between them, or raise "
+            "`Limits.call_timeout`."
         ) from revoked
 
     def _train_lost(self) -> None:
@@ -207,10 +213,10 @@ class SwarmOptimization:
         while self._completed.lost:
             batch = self._completed.lost.pop(next(iter(self._completed.lost)))
             if self._train(batch) is not None:
-                self.logs.restore()  # the logs have included this batch since its first run
+                self.logs.restore()  # the logs include this batch from its first run
 
     def _train_extra(self, batch_idx: int, grant: Grant) -> None:
-        """Train on a granted batch that is not the loop's. If it is struck, any trainer may get it again."""
+        """Train on a granted batch in place of another trainer. If the batch is struck, any trainer may get it."""
         assert grant.batch is not None
         batch = self._data.read_batch(grant.batch)
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, grant.batch[1])
@@ -224,7 +230,7 @@ class SwarmOptimization:
 
     def _end_epoch(self, batch_idx: int) -> None:
         """Wait, after this trainer's last batch of the epoch, until all trainers' batches of the epoch are complete."""
-        end = self._data.lane_end  # None before the lane's last batch, and without shared data
+        end = self._data.lane_end  # None, except after the last batch of a lane of shared data
         if end is not None:
             try:
                 self._lease_for(LoopBatch(batch_idx, OrderedDict(), 1, end))
@@ -233,6 +239,10 @@ class SwarmOptimization:
                     raise
 
     def _train_here(self, batch: LoopBatch, lease: int) -> dict[str, Any]:
+        """Run the closure on a leased batch, report the batch, and end its step if it closes. Returns the outputs.
+
+        Raises LeaseRevoked if the batch was struck or lost, so that it must run again.
+        """
         closure = self._lightning._make_closure(batch.kwargs, self._optimizer, batch.idx)
         zero_grad = closure._zero_grad_fn
         if zero_grad is not None:
@@ -264,13 +274,13 @@ class SwarmOptimization:
         if self._completed.lost.pop(lease, None) is not None:
             raise LeaseRevoked("its gradients on the servers were lost, and its step does not count it")
         if not self._session.is_shared and not self._session.delays:
-            # A trainer that stays alone needs complete batches again only after a double fault, and keeping a whole
-            # step's batches takes too much device memory.
+            # A run's only trainer needs complete batches again only after a double fault, and keeping a whole step's
+            # batches takes too much device memory.
             self._completed.keep_no_batches()
         return {} if result.loss is None else result.asdict()
 
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:
-        """Clear gradients as Lightning does. Meanwhile, refuse hooks' uses of the previous batch's gradients."""
+        """Clear gradients as Lightning does. Meanwhile, refuse uses of the previous batch's gradients by hooks."""
         with self._session.forbid_grad_after_batch():
             zero_grad()
 
@@ -278,45 +288,50 @@ class SwarmOptimization:
         """Report a complete batch and its logged values to the swarm. Returns whether its step closes now."""
         step = self._session.open_step
         close = self._counters.is_due(batch.num_samples)
-        # A trainer that stays alone knows where a step ends, so it can send the next requests with this report.
-        alone = not (self._session.is_shared or self._data.shares)
+        # A run's only trainer knows where a step ends, so it can send its next requests with this report.
+        is_alone = not (self._session.is_shared or self._data.shares)
         fills = self._counters.is_full(self.pending_samples + batch.num_samples)
-        ends = alone and self._waits_for_step(close=close or fills)
-        ahead = self._next_requests(batch, ends=ends) if alone else None
-        window = self._counters.total_weight
-        if ends:
+        waits = is_alone and self._waits_for_step(close=close or fills)
+        next_requests = self._next_requests(batch, waits=waits) if is_alone else None
+        total_weight = self._counters.total_weight
+        if waits:
             self._call_step_hooks(has_all=not self.pending_samples)
-        with self._profiled() if ends else nullcontext():
-            closing = self._session.finish_batch(logs, metrics, close=close, total_weight=window, ahead=ahead)
+        with self._profiled() if waits else nullcontext():
+            closing = self._session.finish_batch(
+                logs, metrics, close=close, total_weight=total_weight, ahead=next_requests
+            )
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
-    def _next_requests(self, batch: LoopBatch, *, ends: bool) -> PiggybackedRequests:
-        """Return the requests to send with a batch's report. They ask for no place whose size or scale may change."""
+    def _next_requests(self, batch: LoopBatch, *, waits: bool) -> PiggybackedRequests:
+        """Return the requests to send with a batch's report: for the step's end, and for the next batch's place.
+
+        No place is requested if the next batch's size or loss scale may differ.
+        """
         epoch_loop = self.trainer.fit_loop.epoch_loop
         is_last = epoch_loop.batch_progress.current.ready + 1 >= self.trainer.num_training_batches
         if is_last or self._scale.adapts:
-            return PiggybackedRequests(wait_for_step_end=ends)
+            return PiggybackedRequests(wait_for_step_end=waits)
         return PiggybackedRequests(
-            wait_for_step_end=ends, num_samples=batch.num_samples, gradient_scale=self._scale.current()
+            wait_for_step_end=waits, num_samples=batch.num_samples, gradient_scale=self._scale.current()
         )
 
     def finish(self) -> None:
-        """Wait for and count the last records when training ends."""
+        """Wait for the last records when training ends, and count them."""
         self._session.release_place()
         self._session.end_training()
         self._take_lost()
         self._count_others()
         if self._completed.lost:
             _log.warning(
-                "Training ended before %d batches could run again, which no step counts: their gradients on the "
-                "servers were lost.",
+                "Training ended before %d batches could run again. No step counts these batches, because their "
+                "gradients on the servers were lost.",
                 len(self._completed.lost),
             )
 
     def begin_backward(self) -> None:
-        """Let backward passes count for the current batch, with all values that its `training_step` logged."""
-        self._session.begin_backward(self.logs.so_far)
+        """Make the next backward pass count for the current batch, with all values that `training_step` has logged."""
+        self._session.begin_backward(self.logs.values_so_far)
 
     @property
     def _optimizer(self) -> Optimizer:
@@ -332,18 +347,21 @@ class SwarmOptimization:
 
     @property
     def num_late_batches(self) -> int:
-        """Return, with delayed steps, the number of this epoch's complete batches that no counted record includes."""
+        """Return, with delayed steps, the number of this epoch's complete batches that no record counts yet."""
         if not self._session.delays or self._counters.ends_epoch:
             return 0
         return self._completed.num_batches(self.trainer.current_epoch)
 
-    def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
-        """Continue a former run's loop: the records it counted, and records and logged values that it did not count."""
+    def resume(self, num_counted: int, uncounted: RunNews, pending: Pending) -> None:
+        """Continue a former run's loop, which had counted `num_counted` records, and had yet to count `uncounted`.
+
+        `pending` are the values that its batches had logged, and that no record counts yet.
+        """
         self._num_counted = num_counted
-        self._session.restore_news(news)
-        self.logs.recall(pending)
-        self._completed.lost = dict(news.lost)
-        for lease in news.lost:
+        self._session.restore_news(uncounted)
+        self.logs.restore_pending(pending)
+        self._completed.lost = dict(uncounted.lost)
+        for lease in uncounted.lost:
             self.logs.discard_batch(lease)
 
     def restart(self) -> None:
@@ -356,14 +374,14 @@ class SwarmOptimization:
         self._schedulers.restart()
 
     def _lease_for(self, batch: LoopBatch) -> int | None:
-        """Wait for the batch's lease, and train on batches that must come first. None: another trainer brings it."""
-        # On SIGTERM, a trainer leaves a run that continues, where another trainer brings its batch.
+        """Wait for the batch's lease; meanwhile train on granted batches of other trainers. None: another brings it."""
+        # On SIGTERM, a trainer that is not the lead leaves the run, and another trainer brings its batch.
         while self._session.is_lead or not self.trainer.received_sigterm:
             try:
                 grant = self._session.begin_batch(
                     batch.num_samples,
                     gradient_scale=self._scale.current,
-                    before_record=self._prepare,
+                    before_record=self._prepare_step,
                     batch=batch.number,
                 )
             finally:
@@ -372,7 +390,7 @@ class SwarmOptimization:
                 self._count_others()  # steps that other trainers filled before the grant
             if grant is None:
                 return None
-            self._rate_hooks.call()
+            self._rate_hooks.call_for_open_step()
             if grant.batch == batch.number:
                 return grant.lease
             self._train_extra(batch.idx, grant)
@@ -387,7 +405,7 @@ class SwarmOptimization:
     def _end_step(self, *, closing: bool) -> None:
         """Close the step if it ends with this batch, wait for its record, and count all records that came."""
         if not closing and self._counters.is_due(self.pending_samples):
-            # The batch was withdrawn, so no report of it has asked to close the step.
+            # The batch was withdrawn, so it sent no report that closes the step.
             self._session.close_step(total_weight=self._counters.total_weight)
             closing = True
         if self._waits_for_step(close=closing):
@@ -401,7 +419,7 @@ class SwarmOptimization:
 
     def _waits_for_step(self, *, close: bool) -> bool:
         """Return whether the current batch waits for the step's record; `close`: the step closes with this batch."""
-        # Lightning logs and saves once a batch, so the lead leaves the end of a second step to its next batch.
+        # Lightning logs and saves once per batch, so the lead waits for a second step in its next batch.
         return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
     def _catch_up(self) -> None:
@@ -413,7 +431,7 @@ class SwarmOptimization:
         """Collect complete batches that no record will count, to run them again. Returns whether there are any."""
         lost = self._session.take_lost()
         for lease in lost:
-            self._completed.lose(lease)
+            self._completed.mark_lost(lease)
             self.logs.discard_batch(lease)
         return bool(lost)
 
@@ -427,7 +445,7 @@ class SwarmOptimization:
         with nullcontext() if self._session.has_ended else self._profiled():
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
-                # Another trainer withdrew its batch, and this one has no batch to replace it.
+                # Another trainer withdrew its batch, and this trainer has no batch to replace it.
                 self._session.close_step(total_weight=self._counters.total_weight)
                 closed = self._session.end_step()
                 self._take_lost()
@@ -438,7 +456,7 @@ class SwarmOptimization:
             self._take_back_ready()
 
     def _take_back_ready(self) -> None:
-        """Remove from Lightning's counters the step that was to end in the current batch, if it did not."""
+        """Remove from Lightning's counters the step that should have ended in the current batch, if it did not."""
         if self._step_marked_ready:
             self._step_marked_ready = False
             progress = self._lightning.optim_progress.optimizer.step
@@ -447,7 +465,7 @@ class SwarmOptimization:
 
     def _call_step_hooks(self, *, has_all: bool) -> None:
         """Call `on_before_optimizer_step`. `has_all`: this trainer's own layers hold the whole gradient of the step."""
-        self._prepare()
+        self._prepare_step()
         call = self._framework.call
         with nullcontext() if has_all else self._session.forbid_grad_at_step_end():
             call._call_callback_hooks(self.trainer, "on_before_optimizer_step", self._optimizer)
@@ -458,8 +476,8 @@ class SwarmOptimization:
         """Profile the time from the last backward to the new weights, as the plain Trainer does."""
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         name = f"[SwarmOptimization]{type(self._optimizer).__name__}.optimizer_step"
-        found: AbstractContextManager[None] = profiler.profile(name)
-        return found
+        profiling: AbstractContextManager[None] = profiler.profile(name)
+        return profiling
 
     def _count(self) -> None:
         """Count an applied record in Lightning's counters, schedulers and logs."""
@@ -471,12 +489,11 @@ class SwarmOptimization:
         self._completed.count(self._num_counted)
         self._num_counted += 1
         self.stepped = True
-        # Schedulers check whether the optimizer stepped, which it did on the servers.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        self.logs.decide(decided.logs if decided else (), decided.metrics if decided else ())
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this; the servers stepped
+        self.logs.receive(decided.logs if decided else (), decided.metrics if decided else ())
         if self._run_log is not None:
-            self._run_log.count(None if decided is None else decided.record)
-        if decided is None:  # this trainer knows only a later record, which it will count, too
+            self._run_log.log_record(None if decided is None else decided.record)
+        if decided is None:  # this trainer has only later records, which it counts next
             return
         record = decided.record
         if not self._session.is_lead:
@@ -484,24 +501,24 @@ class SwarmOptimization:
                 set_hyperparameters(group, values)
         skipped = record.outcome == "skip"
         if skipped:
-            # Scaled gradients overflow now and then, because the scale grows until they do.
+            # Scaled gradients overflow now and then, because the scale grows until they overflow.
             level = logging.INFO if self._scale.adapts else logging.WARNING
             _log.log(level, "Step %d was skipped in all stages: its gradient was not finite.", record.step)
         if record.closing.batches:
             self._scale.update(skipped=skipped)
 
     def _log_step(self) -> None:
-        """Log the batch's previous step before a further step is counted, because Lightning logs once a batch."""
+        """Log the batch's previous step before another step is counted, because Lightning logs once per batch."""
         connector = self.trainer._logger_connector
         if self._session.is_lead and connector.should_update_logs:
             connector.log_metrics(self.logs.of_step)
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
-    def _prepare(self) -> None:
+    def _prepare_step(self) -> None:
         """Move the schedulers to the open step, ahead of records that are not counted yet."""
-        # One move more in a batch that stepped, because Lightning moves them for its first step, when the batch ends.
+        # If a step was counted in this batch, Lightning moves the schedulers for it only when the batch ends.
         self._schedulers.move(int(self.stepped) + self._session.open_step - self._num_counted)
-        self._rate_hooks.call()
+        self._rate_hooks.call_for_open_step()
 
     def send_selection(self) -> None:
         """Send the module's and optimizer's selection of trained parameters to the servers, for the next step."""

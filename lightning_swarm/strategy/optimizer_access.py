@@ -1,4 +1,4 @@
-"""Shows user code the optimizer's state, which lives on the servers, and refuses changes that servers do not have."""
+"""Shows user code the optimizer's state, which lives on the servers, and refuses changes that servers would lack."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ class _WatchedGroup(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-def _add(kind: Any, name: str, *, keyed: bool = False) -> None:
-    """Add a method that reports the use; `keyed`: only if the first argument is a key that the steps write."""
-    own = getattr(kind.__base__, name)
+def _watch(cls: Any, name: str, *, keyed: bool = False) -> None:
+    """Make a method call `on_use`; if `keyed`, only if the first argument is a key that the optimizer's steps write."""
+    method = getattr(cls.__base__, name)
 
     def use(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not keyed or (args and args[0] in self.written):
             self.on_use()
-        return own(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
-    setattr(kind, name, use)
+    setattr(cls, name, use)
 
 
 for _name in _READS:
-    _add(_WatchedState, _name)
+    _watch(_WatchedState, _name)
 for _name in ("__getitem__", "__setitem__", "__delitem__", "get", "pop", "setdefault"):
-    _add(_WatchedGroup, _name, keyed=True)
+    _watch(_WatchedGroup, _name, keyed=True)
 for _name in ("__iter__", "__eq__", "__or__", "__ror__", "__ior__", "__repr__", "values", "items", "copy"):
-    _add(_WatchedGroup, _name)
+    _watch(_WatchedGroup, _name)
 for _name in ("popitem", "clear", "update"):
-    _add(_WatchedGroup, _name)
+    _watch(_WatchedGroup, _name)
 
 
 class OptimizerAccess:
@@ -82,18 +82,18 @@ class OptimizerAccess:
     ) -> None:
         self._trainer, self._access = trainer, access
         self._gather = gather  # returns the newest state, by parameter name
-        self._newest = version  # returns the version of the newest state
+        self._newest_version = version  # returns the version of the newest state
         self._optimizer: Optimizer = trainer.optimizers[0]
         self._thread = threading.get_ident()
-        self._hooks = self._found_hooks()
+        self._hooks = self._current_hooks()
         self._watches = type(vars(self._optimizer).get("state")) in (dict, defaultdict)
         self._written = set(written)  # keys of parameter groups that the optimizer's own steps write
-        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # each with the expected values of these keys
+        self._groups: list[tuple[_WatchedGroup, dict[str, Any]]] = []  # each with the expected values of written keys
         self.note_current()
 
     def note_current(self) -> None:
         """Record that the optimizer holds the newest state, which was just loaded and sent to the servers."""
-        self._version = self._newest()
+        self._version = self._newest_version()
         self._before: dict[Any, Any] | None = None  # the state before user code first used it
         if self._watches:
             with self._access.paused():
@@ -110,22 +110,23 @@ class OptimizerAccess:
         self._replace_groups(lambda group: dict(group) if isinstance(group, _WatchedGroup) else group)
 
     def check(self) -> None:
-        """Refuse an optimizer that user code replaced, or whose hooks or state it changed."""
+        """Refuse an optimizer that user code replaced, or whose hooks, state or written group values it changed."""
         if self._trainer.optimizers[0] is not self._optimizer:
-            raise _changed("another optimizer took its place", "Change hyperparameters in its `param_groups`")
-        if self._found_hooks() != self._hooks:
+            raise _changed("another optimizer took its place", "Change hyperparameters in `param_groups`")
+        if self._current_hooks() != self._hooks:
             raise _changed("a hook was registered or removed", "Register hooks in `configure_optimizers`")
         with self._access.paused():
             is_kept = not self._watches or self._optimizer.state is self._state
             if not is_kept or (self._before is not None and _differs(_filled(self._state), _filled(self._before))):
-                raise _changed("its `state` was changed", "Begin another `fit` to begin with a state of its own")
-            for group, known in self._groups:
-                if changed := sorted(key for key, value in known.items() if group.get(key) != value):
-                    what = f"`{changed[0]}` of a parameter group was set, which its own steps write"
-                    raise _changed(what, "Set it before `fit`")
+                raise _changed("its `state` was changed", "Begin another `fit` to start from a changed state")
+            for group, expected in self._groups:
+                if changed := sorted(key for key, value in expected.items() if group.get(key) != value):
+                    change = f"`{changed[0]}` of a parameter group was set, which the optimizer's own steps write"
+                    raise _changed(change, "Set it before `fit`")
         self._watch_groups()
 
     def _watch_groups(self) -> None:
+        """Watch all groups of the optimizer that are not watched yet."""
 
         def watched(group: dict[str, Any]) -> dict[str, Any]:
             return group if isinstance(group, _WatchedGroup) else _WatchedGroup(self._use, self._written, group)
@@ -134,7 +135,7 @@ class OptimizerAccess:
             self._replace_groups(watched)
         known = {id(group) for group, _ in self._groups}
         self._groups += [
-            (group, self._known_of(group))
+            (group, self._written_values(group))
             for group in self._optimizer.param_groups
             if isinstance(group, _WatchedGroup) and id(group) not in known
         ]
@@ -142,36 +143,37 @@ class OptimizerAccess:
     def _replace_groups(self, replaced: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Replace the groups of the optimizer, and of optimizers that it wraps, which may share the groups."""
         with self._access.paused():
-            made: dict[int, tuple[Any, dict[str, Any]]] = {}
-            for one in optimizers_in(self._optimizer):
-                groups = vars(one).get("param_groups", [])
+            made: dict[int, tuple[Any, dict[str, Any]]] = {}  # id of a group -> the group, and its replacement
+            for optimizer in optimizers_in(self._optimizer):
+                groups = vars(optimizer).get("param_groups", [])
                 groups[:] = [made.setdefault(id(group), (group, replaced(group)))[1] for group in groups]
 
-    def _known_of(self, group: _WatchedGroup) -> dict[str, Any]:
-        """Return a group's present values of the keys that steps write."""
+    def _written_values(self, group: _WatchedGroup) -> dict[str, Any]:
+        """Return a group's current values of the keys that the optimizer's steps write."""
         with self._access.paused():
             return {key: group[key] for key in self._written if key in group}
 
-    def _found_hooks(self) -> list[Any]:
-        """Return the `step` that user code assigned to the optimizer, or None, followed by the optimizer's hooks."""
+    def _current_hooks(self) -> list[Any]:
+        """Return the `step` that user code assigned to the optimizer (or None), followed by the optimizer's hooks."""
         own = vars(self._optimizer)
         return [instance_step(self._optimizer), *(dict(own.get(name, {})) for name in HOOKS)]
 
     def _use(self) -> None:
-        """Before user code uses state or groups: load the newest values, and copy the state to find changes later."""
+        """Load the newest values before user code uses state or groups, and copy the state to find changes later."""
         if self._access.is_paused or threading.get_ident() != self._thread:
             return
-        if self._version != self._newest():
+        if self._version != self._newest_version():
             self.check()
-            found = self._gather()
+            gathered = self._gather()
             names = parameter_names(self._trainer.lightning_module)
-            own = [(one, names[id(one)]) for one in parameters_of(self._optimizer)]
+            named = [(parameter, names[id(parameter)]) for parameter in parameters_of(self._optimizer)]
+            states = {parameter: gathered[name] for parameter, name in named if name in gathered}
             with self._access.paused():
                 if self._watches:
                     self._state.clear()
-                    self._state.update({one: _on(one.device, found[name]) for one, name in own if name in found})
-                self._take_written({id(one): found[name].get(GROUP, {}) for one, name in own if name in found})
-            self._version, self._before = self._newest(), None
+                    self._state.update({parameter: _on(parameter.device, state) for parameter, state in states.items()})
+                self._update_groups({id(parameter): state.get(GROUP, {}) for parameter, state in states.items()})
+            self._version, self._before = self._newest_version(), None
         if self._before is None and self._watches:
             with self._access.paused():
                 self._before = {
@@ -179,48 +181,48 @@ class OptimizerAccess:
                     for parameter, state in self._state.items()
                 }
 
-    def _take_written(self, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Update the groups with the values that the servers' steps wrote; `found` maps a parameter's id to values."""
+    def _update_groups(self, written: Mapping[int, Mapping[str, Any]]) -> None:
+        """Update the groups with the values that the servers' steps wrote: id of a parameter -> values of its group."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
-                values = found.get(id(parameter), {})
+                values = written.get(id(parameter), {})
                 self._written.update(values)
                 group.update(values)
-        self._groups = [(group, self._known_of(group)) for group, _ in self._groups]
+        self._groups = [(group, self._written_values(group)) for group, _ in self._groups]
 
 
-def _changed(what: str, remedy: str) -> ConfigError:
+def _changed(change: str, remedy: str) -> ConfigError:
     return ConfigError(
-        "servers have copies of the optimizer as it was when `fit` began, and what changes during it are its "
-        f"hyperparameters: {what}. {remedy}, or do without the swarm."
+        "servers have copies of the optimizer from the beginning of `fit`, so only its hyperparameters may change "
+        f"during `fit`: {change}. {remedy}, or train without the swarm."
     )
 
 
 def _on(device: torch.device, state: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a parameter's state to a device, except scalars. A server in this process may use the original."""
-    own = {name: value for name, value in copied_state(dict(state)).items() if name != GROUP}
+    values = {name: value for name, value in copied_state(dict(state)).items() if name != GROUP}
     return {
-        name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in own.items()
+        name: value.to(device) if isinstance(value, Tensor) and value.ndim else value for name, value in values.items()
     }
 
 
 def _filled(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Leave out empty states, which a look-up of a parameter's state before its first step creates."""
-    return {key: own for key, own in state.items() if not isinstance(own, dict) or own}
+    return {key: value for key, value in state.items() if not isinstance(value, dict) or value}
 
 
 def _differs(state: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    """Return whether two states differ. Objects that are no tensors or plain values are compared only by their type."""
+    """Return whether two states differ. Objects other than tensors and plain values are compared only by their type."""
     if state.keys() != before.keys():
         return True
-    for key, own in state.items():
-        kept = before[key]
-        if isinstance(own, dict) and isinstance(kept, dict):
-            if _differs(own, kept):
+    for key, value in state.items():
+        former = before[key]
+        if isinstance(value, dict) and isinstance(former, dict):
+            if _differs(value, former):
                 return True
-        elif isinstance(own, Tensor) and isinstance(kept, Tensor):
-            if not same(own, kept):
+        elif isinstance(value, Tensor) and isinstance(former, Tensor):
+            if not same(value, former):
                 return True
-        elif type(own) is not type(kept) or (isinstance(own, (bool, int, float, str)) and own != kept):
+        elif type(value) is not type(former) or (isinstance(value, (bool, int, float, str)) and value != former):
             return True
     return False

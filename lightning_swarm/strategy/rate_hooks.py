@@ -1,4 +1,4 @@
-"""Calls the lead's `on_train_batch_start` for steps that other trainers fill, if the hook sets hyperparameters."""
+"""Calls the lead's `on_train_batch_start` also for steps that other trainers fill, if it sets hyperparameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lightning_swarm.strategy.framework import OWN_PACKAGES
 from lightning_swarm.strategy.reachable_values import names_in
 
 _HOOK: Final = "on_train_batch_start"
-_NAMES: Final = frozenset({"param_groups", "optimizers"})  # attributes that lead a hook to hyperparameters
+_NAMES: Final = frozenset({"param_groups", "optimizers"})  # attributes by which a hook reaches hyperparameters
 
 
 class RateHooks:
     """Calls the hook, at the lead of several trainers, for each step whose hyperparameters it has not set yet.
 
-    The plain Trainer calls the hook before every batch. Here the lead may have no batch in a step, or get a place in a
-    later step than it called the hook for. Only hooks of user code that set hyperparameters are called again.
+    The plain Trainer calls the hook before every batch. In a swarm the lead may have no batch in a step, or its batch
+    may get a place in a later step than the hook was called for. Only user hooks that set hyperparameters are called.
     """
 
     def __init__(self, trainer: Trainer, session: Session, hyperparameters: Callable[[], Any]) -> None:
@@ -35,10 +35,10 @@ class RateHooks:
         self._before: Any = None  # hyperparameters before Lightning's newest call of the hook
         self._step = 0  # the newest step that the hook was called for
         self._batch: tuple[Any, int] = (None, 0)  # the newest batch and its index
-        self._sets = False  # the hook may set hyperparameters
+        self._sets_hyperparameters = False  # the hook may set hyperparameters
         self._start: Override | None = None
         if session.is_lead and session.is_shared:
-            self._sets = any(map(_may_set, self._hooks()))
+            self._sets_hyperparameters = any(map(_may_set, self._hooks()))
             self._start = Override(trainer._logger_connector, "on_batch_start", self._begin_batch)
 
     def release(self) -> None:
@@ -46,28 +46,28 @@ class RateHooks:
         if self._start is not None:
             self._start.remove()
 
-    def called(self, batch: Any, batch_idx: int) -> None:
+    def record_call(self, batch: Any, batch_idx: int) -> None:
         """Record that Lightning has called the hook for this batch."""
         if self._start is None:
             return
         self._step = self._session.open_step
-        self._sets = self._sets or self._before != self._hyperparameters()
-        self._batch = (batch, batch_idx) if self._sets else (None, 0)  # keep no batch that is not needed
+        self._sets_hyperparameters = self._sets_hyperparameters or self._before != self._hyperparameters()
+        self._batch = (batch, batch_idx) if self._sets_hyperparameters else (None, 0)  # keep only a batch that is used
 
-    def call(self) -> None:
-        """Call the hook before the open step's hyperparameters are sent, unless it was called for this step."""
+    def call_for_open_step(self) -> None:
+        """Call the hook, unless it was called for the open step. Must precede the sending of hyperparameters."""
         step = self._session.open_step
-        if self._start is None or not self._sets or step <= self._step:
+        if self._start is None or not self._sets_hyperparameters or step <= self._step:
             return
         self._step = step
         trainer: Any = self._trainer
         hooks = list(self._hooks())
-        # If no code shows that it sets hyperparameters, but they changed during the hooks, call all hooks.
+        # If hyperparameters changed during the hooks, but no hook's code shows that it sets them, call all hooks.
         chosen = list(filter(_may_set, hooks)) or hooks
-        with self._at(step):
+        with self._at_global_step(step):
             for hook in chosen:
-                own = () if hook.__self__ is trainer.lightning_module else (trainer, trainer.lightning_module)
-                hook(*own, *self._batch)
+                first_args = () if hook.__self__ is trainer.lightning_module else (trainer, trainer.lightning_module)
+                hook(*first_args, *self._batch)
 
     def _begin_batch(self, *args: Any) -> None:
         """Replace the logger connector's `on_batch_start`, which Lightning calls before the hook."""
@@ -75,14 +75,14 @@ class RateHooks:
         self._start.replaced(*args)
         self._before = self._hyperparameters()
 
-    def _at(self, step: int) -> AbstractContextManager[None]:
+    def _at_global_step(self, step: int) -> AbstractContextManager[None]:
         """Return a context in which `global_step` is `step`, although some records may not be counted yet."""
         loop = self._trainer.fit_loop.epoch_loop
         total = loop.automatic_optimization.optim_progress.optimizer.step.total
         return changed(total, completed=total.completed + step - loop.global_step)
 
     def _hooks(self) -> Iterator[Any]:
-        """Yield user code's overrides of the hook in Lightning's order, callbacks' first."""
+        """Yield user code's overrides of the hook in Lightning's order: first the callbacks', then the module's."""
         trainer: Any = self._trainer
         for owner in (*trainer.callbacks, trainer.lightning_module):
             hook = getattr(owner, _HOOK)
@@ -95,4 +95,5 @@ def _may_set(hook: MethodType) -> bool:
     code = getattr(hook.__func__, "__code__", None)
     if code is None or _NAMES.isdisjoint(names_in(code)):
         return False
-    return any(one.opname == "STORE_SUBSCR" for part in nested(code) for one in dis.get_instructions(part))
+    instructions = (instruction for part in nested(code) for instruction in dis.get_instructions(part))
+    return any(instruction.opname == "STORE_SUBSCR" for instruction in instructions)

@@ -1,6 +1,7 @@
-"""Stamps of the values that user code can reach: two stamps are equal if the value did not change between them.
+"""Makes stamps of the values that user code can reach. Two stamps are equal if the value did not change in between.
 
-If several trainers train, each has its own such values. `own_values` compares stamps to warn if the values change.
+If several trainers train, each has its own values in attributes, globals and closures. `own_values` compares their
+stamps to warn if the values change.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _MAPPINGS: Final = (dict, types.MappingProxyType)
 _CONTAINERS: Final = (list, tuple, set, frozenset, deque, array.array, *_MAPPINGS)
 _MAX_DEPTH: Final = 4
-_MAX_PATH: Final = 3  # nested objects whose attributes are stamped under their own names
-_MAX_ITEMS: Final = 4096  # items stamped per value; the rest counts only by the lengths of containers
+_MAX_PATH: Final = 3  # levels of nested objects whose attributes have stamps of their own
+_MAX_ITEMS: Final = 4096  # items stamped per value; further items count only in the lengths of containers
 _MAX_BYTES: Final = 1 << 16  # bytes hashed per array; a larger contiguous array is sampled at regular intervals
 _MAX_ELEMENTS: Final = 4096  # elements hashed of an array that is not contiguous, from its beginning
 
 
 class _SameObject:
-    """A stamp that equals another if both are of one object with one content. It does not keep the object alive."""
+    """A stamp that equals another if both are of the same object with the same content. Keeps no object alive."""
 
     def __init__(self, value: object, content: object) -> None:
         self._of, self._content = weakref.ref(value), content
@@ -65,7 +66,7 @@ def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
     """Stamp a value and, up to `depth` levels, the values in it; `num_items` counts the items stamped so far."""
     if type(value) in SCALARS:
         return "nan" if value != value else (type(value), value)  # NaN does not equal itself
-    if isinstance(value, torch.Tensor):  # tensors of inference mode count no writes
+    if isinstance(value, torch.Tensor):  # tensors of inference mode do not count writes
         return _SameObject(value, None if value.is_inference() else value._version)
     if isinstance(value, enum.Enum):
         return type(value), value.name
@@ -76,12 +77,12 @@ def _stamp(value: Any, depth: int, num_items: Iterator[int]) -> Any:
     if isinstance(value, _CONTAINERS):
         try:
             items = [] if not depth else value.items() if isinstance(value, _MAPPINGS) else value
-            few = itertools.takewhile(lambda _: next(num_items) < _MAX_ITEMS, items)
-            seen = [_stamp(item, depth - 1, num_items) for item in few]
+            first_items = itertools.takewhile(lambda _: next(num_items) < _MAX_ITEMS, items)
+            stamps = [_stamp(item, depth - 1, num_items) for item in first_items]
         except RuntimeError:  # another thread changes the container
             return None
-        return type(value), len(value), seen
-    if depth and is_users(value):
+        return type(value), len(value), stamps
+    if depth and is_user_object(value):
         return [(key, _stamp(item, depth - 1, num_items)) for key, item in attributes_of(value).items()]
     return None
 
@@ -98,20 +99,20 @@ def _content(value: np.ndarray) -> int | None:
     return zlib.crc32(np.ascontiguousarray(sample).view(np.uint8).data)
 
 
-def is_users(value: object) -> bool:
+def is_user_object(value: object) -> bool:
     """Return whether a value is a user's object with attributes: a namespace, a dataset, or of a class in user code."""
-    kind = type(value)
+    cls = type(value)
     if isinstance(value, nn.Module | type | enum.Enum | types.FunctionType | types.ModuleType):
         return False
     if not hasattr(value, "__dict__"):
         return False
-    is_known = kind in (Namespace, types.SimpleNamespace) or isinstance(value, Dataset)
-    return is_known or _is_users_code(kind.__module__)
+    is_known = cls in (Namespace, types.SimpleNamespace) or isinstance(value, Dataset)
+    return is_known or _is_user_code(cls.__module__)
 
 
-@cache  # each stamp of a model checks the classes of all its modules
-def _is_users_code(module_name: str) -> bool:
-    """Return whether a Python module is user code; installed packages, which may change private state, are not."""
+@cache  # stamps of a model check the classes of all its modules each time
+def _is_user_code(module_name: str) -> bool:
+    """Return whether a Python module is user code. Installed packages are not: they may change private state."""
     if is_in_packages(_OPAQUE, module_name):
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None) or ""
@@ -120,22 +121,22 @@ def _is_users_code(module_name: str) -> bool:
 
 def attributes_of(value: object) -> dict[str, Any]:
     """Return an object's attributes, and the data attributes of its classes in user code."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for base in reversed(type(value).__mro__):
-        if _is_users_code(base.__module__):
-            found |= {
+        if _is_user_code(base.__module__):
+            attributes |= {
                 key: item
                 for key, item in list(vars(base).items())
                 if key[:2] != "__" and not callable(item) and not hasattr(item, "__get__")
             }
-    return found | vars(value)
+    return attributes | vars(value)
 
 
 def stamps_of(name: str, value: object, *, within: tuple[object, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield path and stamp of a value, or of each attribute of a user's object; `within` are the objects around it."""
-    if any(value is one for one in within):
+    if any(value is outer for outer in within):
         return
-    if not is_users(value) or len(within) == _MAX_PATH:
+    if not is_user_object(value) or len(within) == _MAX_PATH:
         yield name, stamp(value)
     else:
         for key, item in attributes_of(value).items():
@@ -161,7 +162,7 @@ def closure_stamps(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     names, cells = sorted(names_in(function.__code__) & function.__globals__.keys()), cells_of(function)
     values = [(name, function.__globals__[name]) for name in names] + [(name, Cells(cells)[name]) for name in cells]
     for name, value in values:
-        if value is not NOTHING and (not callable(value) or is_users(value)):
+        if value is not NOTHING and (not callable(value) or is_user_object(value)):
             yield from stamps_of(name, value)
 
 
@@ -170,8 +171,8 @@ def names_in(code: types.CodeType) -> set[str]:
     return {name for part in nested(code) for name in part.co_names}
 
 
-def functions_of(kind: type) -> Iterator[types.FunctionType]:
+def functions_of(cls: type) -> Iterator[types.FunctionType]:
     """Yield the functions that a class and its bases define in user code."""
-    for base in kind.__mro__:
-        if _is_users_code(base.__module__):
+    for base in cls.__mro__:
+        if _is_user_code(base.__module__):
             yield from (value for value in vars(base).values() if isinstance(value, types.FunctionType))

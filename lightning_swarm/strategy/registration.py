@@ -14,7 +14,7 @@ def register(registry: Any, module: str) -> None:
     def make(**arguments: Any) -> Any:
         return import_module(module).SwarmStrategy(**arguments)
 
-    # A bare class path on a command line reaches Lightning as a name in lower case.
+    # Lightning converts a bare class path on a command line to lower case before it looks the name up.
     for name in ("swarm", f"{module}.SwarmStrategy".lower()):
         description = "SWARM parallelism: pipeline stages on unequal, unreliable peers"
         registry.register(name, make, description=description, override=True)

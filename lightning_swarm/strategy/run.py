@@ -33,11 +33,11 @@ class SwarmRun:
     model: PeerModel
     access: ModuleAccess  # user code's access to the module's weights
     data: SharedData
-    is_late: bool  # this trainer joined the run when it was under way
-    written: frozenset[str]  # keys of the optimizer's parameter groups that its steps write
+    joined_late: bool  # this trainer joined the run when it was under way
+    written_keys: frozenset[str]  # keys of the optimizer's parameter groups that its steps write
     undo: contextlib.ExitStack  # undoes the run's changes to module, loop and callbacks
     loop: SwarmOptimization | None = None  # None if the Trainer only evaluates
-    trains: bool = False  # True from the loop's connection to its end
+    is_training: bool = False  # True from the loop's connection to its end
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:  # a copy of the strategy has no part in the run
         return type(None), ()
@@ -48,29 +48,29 @@ class SwarmRun:
         return self.config.gather_on_end and not is_on_meta(self.trainer.lightning_module)
 
     def end_loop(self) -> None:
-        """Finish a training loop that has ended: the lead counts late records; other trainers serve on or leave."""
-        self.trains = False
+        """Finish a training loop that has ended: the lead counts late records; other trainers wait or leave."""
+        self.is_training = False
         if not self.session.is_lead:
-            over = self.data.run_is_over
-            stopping.ask_lead_to_stop(self.trainer, self.session, run_is_over=over, joined=self.is_late)
-            self.serve_on()
+            is_over = self.data.run_is_over
+            stopping.ask_lead_to_stop(self.trainer, self.session, run_is_over=is_over, joined_late=self.joined_late)
+            self.serve_until_dismissed()
         elif self.loop is not None:
             self.loop.finish()
             if self.loop.pending_samples:
                 _log.warning(
-                    "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
-                    "`max_epochs` so that the last batch closes it.",
+                    "Training ended in mid-step: %d samples of the open step count in no update. Set `max_steps` or "
+                    "`max_epochs` so that the last batch closes the step.",
                     self.loop.pending_samples,
                 )
 
-    def serve_on(self) -> None:
-        """Serve, beside the lead, until the lead's loop has ended, too."""
-        if self.is_late:
-            self.retire("its loop has come to its end")
-        if not self.is_late or self.config.role == "both":
+    def serve_until_dismissed(self) -> None:
+        """Wait, and serve, until the lead dismisses this peer. A trainer that joined late waits only if it serves."""
+        if self.joined_late:
+            self.retire("its loop has ended")
+        if not self.joined_late or self.config.role == "both":
             self.peer.follower.wait_until_dismissed()
 
     def retire(self, reason: str) -> None:
-        """Leave the run as a trainer; it continues without this trainer's batches."""
+        """Leave the run as a trainer; the run continues without this trainer's batches."""
         with contextlib.suppress(RunOver):
             self.session.retire(reason)

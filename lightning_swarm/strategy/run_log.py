@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.step import Record
 
 _package_log = logging.getLogger("lightning_swarm")
 _log = logging.getLogger("lightning_swarm.membership")  # users filter by this name
-_REPORTED: Final = ("joined", "left", "gone")  # kinds of events that membership lines already report
+_REPORTED: Final = ("joined", "left", "gone")  # kinds of events that membership lines report, too
 
 
 class _TerminalHandler(logging.Handler):
@@ -44,12 +44,12 @@ class RunLog:
         self._num_servers = session.num_servers
 
     def open(self) -> contextlib.ExitStack:
-        """Show membership lines by default, as Lightning shows its own. Closing the returned stack undoes this."""
+        """Show membership lines by default, as Lightning shows its logs. Closing the returned stack undoes this."""
         undo = contextlib.ExitStack()
         events = self._session.pipeline.context.events
         undo.callback(setattr, events, "is_reported", events.is_reported)
         events.is_reported = self._is_reported
-        if not _log.level and not _package_log.level:  # else the script or `SWARM_LOG` decides
+        if not _log.level and not _package_log.level:  # neither the script nor `SWARM_LOG` has set a level
             _log.setLevel(logging.INFO)
             undo.callback(_log.setLevel, logging.NOTSET)
         if not _log.hasHandlers():
@@ -58,14 +58,14 @@ class RunLog:
             undo.callback(_log.removeHandler, handler)
         return undo
 
-    def count(self, record: Record | None) -> None:
-        """Log new events, and a record's changes of membership."""
+    def log_record(self, record: Record | None) -> None:
+        """Log new events, and a record's changes of membership, if the trainer has the record."""
         self._log_events()
         if record is not None:
             self._show(self.membership.follow(record, self._session.run))
 
     def catch_up(self) -> None:
-        """Log the peers that a rollback lost."""
+        """Log the peers that the run lost in a rollback."""
         self._show(self.membership.catch_up(self._session.run))
 
     def _is_reported(self, event: Event) -> bool:
@@ -77,7 +77,7 @@ class RunLog:
         bar: Any = self._trainer.progress_bar_callback
         if not lines or isinstance(bar, written_part(SwarmView)):  # `SwarmView` shows the changes itself
             return
-        # Clear the bars of tqdm meanwhile, because a line must not begin behind a bar.
+        # Clear tqdm's bars meanwhile, so that lines do not begin behind a bar.
         with tqdm.external_write_mode(file=sys.stderr) if tqdm._instances else contextlib.nullcontext():
             for line in lines:
                 _log.log(line.level, "%s", line.text)

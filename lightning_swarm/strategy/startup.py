@@ -1,4 +1,9 @@
-"""Brings a strategy into a run: checks the settings, prepares the module, then starts, joins or serves the run."""
+"""Brings a strategy into a run. The functions stand in the order in which `SwarmStrategy` calls them.
+
+`check` runs before the peers start. During Lightning's setup, `complete_callbacks`, `share_loader` and `prepare_module`
+prepare callbacks, data and module. Then `enter_run` starts the run as its lead, or joins it (`start_run`), and
+`connect` puts the run's loop, pipeline and weights in place of Lightning's. A peer that only serves calls `serve`.
+"""
 
 from __future__ import annotations
 
@@ -62,19 +67,19 @@ def complete_callbacks(strategy: SwarmStrategy, trainer: Trainer) -> None:
 
     Also create `strategy.data`, and decide whether several trainers share the run (`strategy.is_shared`).
     """
-    beside_others = strategy.num_trainers > 1 or not strategy.is_global_zero
+    is_one_of_several = strategy.num_trainers > 1 or not strategy.is_global_zero
     strategy.data = SharedData(trainer)
     if not strategy.is_global_zero:
         extra_trainers.remove_deciding_callbacks(trainer)
     checks.check_callback_imports(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         checks.check_callbacks(trainer)
-        if beside_others:
+        if is_one_of_several:
             checks.check_trainers(trainer, strategy.config)
             strategy.data.watch_hooks()
         if strategy.is_global_zero:
             add_default_monitor(trainer)
-    strategy.is_shared = beside_others or checks.may_be_shared(trainer, strategy.config)
+    strategy.is_shared = is_one_of_several or checks.may_be_shared(trainer, strategy.config)
 
 
 # ------------------------------------------------------------------ data
@@ -84,7 +89,7 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
     """Return the loader that replaces the user's training loader: it reads this trainer's part of the data."""
     config = strategy.config
     joins = strategy.joined is not None
-    own_share = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
+    divided = partial(extra_trainers.share, trainer, dataloader, num_trainers=strategy.num_trainers, joins=joins)
     # With `delay_optimizer_step`, only one trainer may read data.
     may_share_order = (
         config.role == "both"
@@ -93,15 +98,15 @@ def share_loader(strategy: SwarmStrategy, trainer: Trainer, dataloader: object) 
     )
     if (may_share_order or strategy.is_shared) and can_share(dataloader, trainer):
         assert strategy.data is not None
-        loader: object = strategy.data.share(dataloader, own_share)
+        loader: object = strategy.data.share(dataloader, divided)
     else:
-        loader = own_share()
-    strategy.rollback.loader_made(loader)
+        loader = divided()
+    strategy.rollback.record_loader(loader)
     return loader
 
 
 def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, estimate: Callable[[], float]) -> float:
-    """Return the optimizer steps of a whole fit; `estimate` is Lightning's, which counts windows of batches."""
+    """Return the optimizer steps of a whole fit; `estimate` returns Lightning's number, which counts by batches."""
     if strategy.total_steps is not None:
         return strategy.total_steps
     steps = estimate()  # also loads the data
@@ -110,10 +115,10 @@ def correct_estimated_steps(strategy: SwarmStrategy, trainer: Trainer, estimate:
     if target is None or trainer.max_epochs == -1 or combined is None:
         return steps
     if (data := strategy.data) is not None and data.origin is not None:
-        found = expected_steps(trainer, data.origin, data.num_batches(), target)
+        corrected = expected_steps(trainer, data.origin, data.num_batches(), target)
     else:
-        found = expected_steps(trainer, combined.flattened[0], trainer.num_training_batches, target)
-    return steps if found is None else found
+        corrected = expected_steps(trainer, combined.flattened[0], trainer.num_training_batches, target)
+    return steps if corrected is None else corrected
 
 
 # ------------------------------------------------------------------ the module
@@ -133,22 +138,22 @@ def prepare_module(strategy: SwarmStrategy, trainer: Trainer) -> None:
 
 
 def enter_run(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
-    """Start or join the run; `connect` must follow."""
+    """Start or join the run, and return this trainer's part in it; `connect` must follow."""
     module, config, peer = trainer.lightning_module, strategy.config, strategy.own_peer
     if not strategy.is_global_zero:
         extra_trainers.drop_lead_schedulers(trainer)
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if fitting else None
+    is_fitting = trainer.state.fn == TrainerFn.FITTING
+    selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if is_fitting else None
     model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy.ranges)  # refuses a model that cannot be cut, before any peer is called
-    written: frozenset[str] = frozenset()  # keys of parameter groups that the optimizer's step writes
-    if fitting:
+    written_keys: frozenset[str] = frozenset()
+    if is_fitting:
         in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
-        written = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
+        written_keys = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
     assert strategy.data is not None
     with contextlib.ExitStack() as undo:
-        if strategy.is_shared:  # also undone if the run cannot be started
-            undo.callback(extra_trainers.settle_dtype(strategy.precision_plugin))
+        if strategy.is_shared:  # `undo` also restores the dtype if the run cannot be started
+            undo.callback(extra_trainers.set_default_dtype(strategy.precision_plugin))
         session = strategy.start_run(trainer, model, selection)
         access = ModuleAccess(peer, session, stages, config.limits)
         undo.callback(access.close)
@@ -160,8 +165,8 @@ def enter_run(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
             model=model,
             access=access,
             data=strategy.data,
-            is_late=strategy.joined is not None,
-            written=written,
+            joined_late=strategy.joined is not None,
+            written_keys=written_keys,
             undo=undo.pop_all(),
         )
 
@@ -170,17 +175,17 @@ def start_run(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, selec
     """Start a run as its lead, or join it as one of several trainers."""
     config, rollback, device = strategy.config, strategy.rollback, strategy.root_device
     follower = strategy.own_peer.follower
-    if strategy.joined is not None and not (rollback.is_resuming or rollback.begins_anew):
+    if strategy.joined is not None and not (rollback.is_resuming or rollback.follows_new_lead):
         serves = config.role == "both"
         # Only a server with all weights can take over the lead.
-        inherits = serves and model_setup.has_whole_model(trainer.lightning_module, config)
-        session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, may_take_over=inherits)
+        may_lead = serves and model_setup.has_whole_model(trainer.lightning_module, config)
+        session, epoch = follower.train_in(strategy.joined, model, device, serves=serves, may_take_over=may_lead)
         extra_trainers.begin_at(trainer, step=session.version, epoch=epoch)
         return session
     if strategy.is_global_zero:
         return start_as_lead(strategy, trainer, model, selection)
     session = follower.join_run(model, device)
-    if rollback.begins_anew:
+    if rollback.follows_new_lead:
         extra_trainers.begin_at(trainer, step=session.version, epoch=session.enlist())
     return session
 
@@ -193,7 +198,7 @@ def start_as_lead(strategy: SwarmStrategy, trainer: Trainer, model: PeerModel, s
     peer.lead.check_first()
     if strategy.checkpoints.known_peers is not None:
         peer.lead.restore_peers(strategy.checkpoints.known_peers)
-        strategy.checkpoints.known_peers = None  # later generations of the run know more peers
+        strategy.checkpoints.known_peers = None  # a later generation of the run must not restore this older list
     if strategy.config.role != "trainer":
         peer.serve(model.twin(), trains=True)
     spec = _run_spec(strategy, trainer, selection)
@@ -204,7 +209,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
     config, restored_step = strategy.config, strategy.checkpoints.restored_step
     clip_at = trainer.gradient_clip_val or None  # Lightning's 0 means no clipping
     by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-    # Steps of trial callbacks, such as `LearningRateFinder`, are not the run's, and Lightning limits them itself.
+    # `max_steps` does not count the steps of trial callbacks, such as `LearningRateFinder`; Lightning limits these.
     is_limited = trainer.max_steps != -1 and not callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
     return RunSpec(
         ranges=strategy.ranges,
@@ -214,7 +219,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
         seed=torch.initial_seed() % (1 << 62),
         gradient_clip_norm=clip_at if by_norm else None,
         gradient_clip_value=None if by_norm else clip_at,
-        # Lightning restores its own counter only after this.
+        # Lightning restores its own counter only later.
         first_step=trainer.global_step if restored_step is None else restored_step,
         selection=selection,
         scaling=scaling_of(trainer) if strategy.is_shared else None,
@@ -226,7 +231,7 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Return the steps of the whole run, if the Trainer knows them without loading data too early."""
+    """Return the number of steps of the whole run; None if unknown, or if the data must be loaded first to know it."""
     if trainer.max_epochs == -1:
         return trainer.max_steps if trainer.max_steps != -1 else None
     if trainer.train_dataloader is None:
@@ -237,12 +242,12 @@ def _total_steps(trainer: Trainer) -> int | None:
 
 def connect(strategy: SwarmStrategy, run: SwarmRun) -> None:
     """Connect the module, the loop and, at the lead, the weights to the run."""
-    fitting = run.trainer.state.fn == TrainerFn.FITTING
-    strategy.initial_weights.mark_used(run.trainer.lightning_module, trains=fitting)
+    is_fitting = run.trainer.state.fn == TrainerFn.FITTING
+    strategy.initial_weights.mark_used(run.trainer.lightning_module, trains=is_fitting)
     if not run.model.blocks.is_empty:
         run.undo.enter_context(on_this_thread())
         run.undo.callback(intercept(run.model.blocks, run.session.pipeline).remove)
-    if fitting:
+    if is_fitting:
         checks.check_scaling(run.session.run, scales=scaling_of(run.trainer) is not None)
         _connect_loop(strategy, run)
     if run.session.is_lead:
@@ -255,7 +260,7 @@ def _connect_loop(strategy: SwarmStrategy, run: SwarmRun) -> None:
     run.loop = SwarmOptimization(run.trainer, run.session, run.data, run.config, run.access, run_log)
     run.loop.take_over()
     run.undo.callback(run.loop.release)
-    run.trains = True
+    run.is_training = True
     strategy.rollback.begin_run(run)
 
 
@@ -272,18 +277,18 @@ def _open_log(rollback: Rollback, run: SwarmRun) -> RunLog:
 def _connect_weights(strategy: SwarmStrategy, run: SwarmRun) -> None:
     """Connect, at the lead, the module's weights, the optimizer's state and checkpoint files to the run."""
     trainer, module, access, config = run.trainer, run.trainer.lightning_module, run.access, run.config
-    fitting = trainer.state.fn == TrainerFn.FITTING
-    stale = is_on_meta(module) or (strategy.weights is not None and strategy.weights.stale)
+    is_fitting = trainer.state.fn == TrainerFn.FITTING
+    is_stale = is_on_meta(module) or (strategy.weights is not None and strategy.weights.stale)
     weights = strategy.weights = ModuleWeights(run.peer, run.session, module, access, limits=config.limits)
-    weights.stale = stale
-    if fitting:
-        weights.hand_out_first_state(strategy.optimizers[0])
-        weights.watch_optimizer(trainer, run.written)
+    weights.stale = is_stale
+    if is_fitting:
+        weights.send_first_state(strategy.optimizers[0])
+        weights.watch_optimizer(trainer, run.written_keys)
     if run.gathers_weights:
         run.undo.callback(WeightSync(trainer, weights, access).close)
-    if fitting and config.gather_on_end and not run.gathers_weights:
+    if is_fitting and config.gather_on_end and not run.gathers_weights:
         rank_zero_info("The model is on torch's meta device: only checkpoints will contain the trained weights.")
-    if fitting and strategy.checkpoints.writes_files:
+    if is_fitting and strategy.checkpoints.writes_files:
         strategy.checkpoints.files = CheckpointFiles(trainer, strategy.checkpoint_io)
 
 
@@ -302,17 +307,17 @@ def serve(
     model_setup.set_up(trainer, module, datamodule)
     restore = model_setup.remember(module)  # serving changes the module, but a takeover needs it unchanged
     model = model_setup.served_model(strategy, module)
-    inherits = call_arguments is not None and model_setup.could_lead(trainer, module, strategy.config, call_arguments)
-    peer.serve(model, may_take_over=inherits)
+    may_lead = call_arguments is not None and model_setup.could_lead(trainer, module, strategy.config, call_arguments)
+    peer.serve(model, may_take_over=may_lead)
     peer.runtime.run(peer.serve_run(rank_zero_info))
     if not peer.must_take_over:
         peer.close()
         return None
     target = strategy.rollback.take_over(trainer, peer)
-    shared = peer.lead.run is not None and peer.lead.run.is_shared
-    peer.events.note("went_back", step=target.version, reason="this peer leads in the place of another one")
+    has_other_trainers = peer.lead.run is not None and peer.lead.run.is_shared
+    peer.events.note("went_back", step=target.version, reason="this peer takes over from the former lead")
     peer.release(target.version)
     restore(model)
-    if shared:  # the run has other trainers
+    if has_other_trainers:
         strategy.config = replace(strategy.config, role="both")
     return str(target.path)

@@ -20,9 +20,9 @@ class EstimatedSteps(property):
     def __get__(self, trainer: Any, owner: type | None = None) -> Any:
         if trainer is None:
             return self
-        own = partial(super().__get__, trainer, owner)
+        estimate = partial(super().__get__, trainer, owner)
         correct = getattr(trainer.strategy, "correct_estimated_steps", None)
-        return own() if correct is None else correct(trainer, own)
+        return estimate() if correct is None else correct(trainer, estimate)
 
 
 def expected_steps(trainer: Trainer, loader: object, num_batches: float, target_batch_size: int) -> int | None:
@@ -42,9 +42,9 @@ def expected_steps(trainer: Trainer, loader: object, num_batches: float, target_
 
 
 def count_steps(num_batches: int, size: float, last: float, *, num_epochs: int, target_batch_size: int) -> int:
-    """Count steps of whole batches with at least `target_batch_size` samples, which may span the ends of epochs.
+    """Count the steps of a fit. A step ends with the batch that brings it to `target_batch_size` samples.
 
-    All batches of an epoch have the same `size`, except the `last`.
+    A step may span the end of an epoch. All batches of an epoch have `size` samples, except the last: `last`.
     """
     steps, pending_samples, batches_per_step = 0, 0.0, math.ceil(target_batch_size / size)
     for _ in range(num_epochs if num_batches else 0):
@@ -69,6 +69,6 @@ def _sizes(loader: object) -> tuple[float, float, int] | None:
     if isinstance(sampler, BatchSampler) and isinstance(sampler.sampler, Sized) and length:
         size, rest = sampler.batch_size, len(sampler.sampler) % sampler.batch_size
         return size, size if sampler.drop_last or not rest else rest, length
-    if isinstance(loader.dataset, Sized) and length:  # the mean size, because a custom sampler's batches may differ
+    if isinstance(loader.dataset, Sized) and length:  # use the mean, because a custom sampler's batches may differ
         return (mean := len(loader.dataset) / length), mean, length
     return None

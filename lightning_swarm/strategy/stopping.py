@@ -1,4 +1,4 @@
-"""Handles `trainer.should_stop` with several trainers, where only the lead's loop ends the run."""
+"""Handles `trainer.should_stop` in a run of several trainers, which only the lead's loop ends."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lightning_swarm.core.readable import short_name
 _log = logging.getLogger(__name__)
 
 
-def ask_lead_to_stop(trainer: Trainer, session: Session, *, run_is_over: bool, joined: bool) -> None:
-    """Ask the lead to end the run if user code stopped this trainer's loop. A trainer that joined later just leaves."""
+def ask_lead_to_stop(trainer: Trainer, session: Session, *, run_is_over: bool, joined_late: bool) -> None:
+    """Ask the lead to end the run if user code stopped this trainer's loop. A trainer that joined late just leaves."""
     if session.is_lead or run_is_over or trainer.received_sigterm or not trainer.should_stop:
         return
-    if not joined:
+    if not joined_late:
         with contextlib.suppress(RunOver):
             session.ask_to_stop()
     else:
-        _log.warning("`trainer.should_stop` was set in a trainer that came to the run: it leaves, and the run goes on.")
+        _log.warning("`trainer.should_stop` was set in a trainer that joined the run late: only this trainer leaves.")
 
 
 def stop_with_others(trainer: Trainer, session: Session) -> None:
     """Stop the lead's loop if user code has stopped the loop of a trainer that its program started."""
-    if session.is_lead and not trainer.should_stop and (others := session.stopped_by):
+    if session.is_lead and not trainer.should_stop and (trainer_ids := session.stopped_by):
         trainer.should_stop = True
         _log.warning(
-            "Training ends, for `trainer.should_stop` was set in %s. Each trainer has batches of its own, and goes on "
-            "until it hears of this: the plain Trainer may end some steps earlier.",
-            ", ".join(map(short_name, others)),
+            "Training ends, because `trainer.should_stop` was set in %s. Each trainer continues with its own batches "
+            "until it is informed, so the plain Trainer may end some steps earlier.",
+            ", ".join(map(short_name, trainer_ids)),
         )

@@ -1,4 +1,4 @@
-"""`SwarmStrategy`: its settings, and Lightning's hooks, which call `startup`, `rollback`, `teardown` and so on."""
+"""`SwarmStrategy`: its settings, and its methods for Lightning, which pass the work to the room's other modules."""
 
 from __future__ import annotations
 
@@ -82,22 +82,22 @@ class SwarmStrategy(StrategyBase):
     Args:
         num_stages: Number of stages that the model is cut into. None: one per device. With one stage the model stays
             whole, and trainers compute it themselves, unless an argument defines the cut, or machines without data
-            are to take part. On one device that no other machine is to join, Lightning trains without a swarm.
+            may take part. On one device that no other machine may join, Lightning trains without a swarm.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
             LightningModule's `configure_stages()` returns, or else the only `Sequential` that holds all parameters.
         split: Cost that the cut balances: ``"parameters"``, or the ``"time"`` of each block on this machine with the
             LightningModule's `example_input_array`. Alternatively, the names of the blocks where stages begin.
         boundary: Layers to insert where the model is cut, so that fewer features travel; they are trained with the
-            model. `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers already is cut at them.
+            model. `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that already has such layers is cut at them.
         microbatch_size: Samples per microbatch, the unit that is routed through the pipeline. None: each batch is cut
-            into enough microbatches to keep the stages busy, and not at all while this peer's server alone holds all
+            into enough microbatches to keep the stages busy; it is not cut while this peer's server alone holds all
             stages. Run-wide.
         shared: Names of keyword arguments of the pipelined module that every microbatch gets whole.
-        target_batch_size: Samples per optimizer step, independent of the size of a batch. None: steps are counted as
-            Lightning does, with `accumulate_grad_batches`.
+        target_batch_size: Samples per optimizer step, independent of the size of a batch. None: a step ends as in
+            Lightning, by `accumulate_grad_batches`.
         role: ``"auto"``: the peer that starts the run trains and serves. Peers that join (`initial_peers`) only serve;
             a peer with data takes over if the starter dies. ``"both"``: this process trains and serves; with several
-            devices each of their processes does, and `target_batch_size` must be set. ``"trainer"``: it trains and
+            devices each device's process does, and `target_batch_size` must be set. ``"trainer"``: it trains and
             holds no stage. ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
         run_id: Name of the run.
         initial_peers: Peers through which to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or
@@ -105,9 +105,9 @@ class SwarmStrategy(StrategyBase):
         listen: IP address to listen on, with or without a port: ``"0.0.0.0:31337"`` for all addresses of the machine.
             Further peers of this machine take the following ports.
         announce: Address and port at which other peers reach this one, if they differ from `listen`.
-        identity_path: File with this peer's private key, created if it does not exist, which only its owner may read.
-            With it a restarted peer keeps its id. Further peers of this machine have files beside it, with their
-            number at the end.
+        identity_path: File with this peer's private key, which only its owner may read. The file is created if it does
+            not exist. With it a restarted peer keeps its id. Further peers of this machine have files beside it, with
+            their numbers at the end of the names.
         trust: Peers that may take part: ``"invited"``, ``"audited"``, ``"open"``, or a `Trust`, which also says how
             audits work. None: ``"invited"`` if other machines reach this peer, by `listen` or `announce`, or it has an
             invitation.
@@ -115,8 +115,8 @@ class SwarmStrategy(StrategyBase):
             has been in the run needs no invitation if its `identity_path` is the same.
         gather_on_end: After `fit` the LightningModule holds the trained weights. A module on torch's meta device never
             does.
-        state_dict_type: Form of a checkpoint: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder
-            to which each server writes its own stages, so that no machine needs room for the whole model.
+        state_dict_type: Form of a checkpoint: one file, as elsewhere in Lightning (``"full"``), or a folder to which
+            each server writes its own stages, so that no machine needs room for the whole model (``"sharded"``).
         offload_optimizer: Keep the optimizer's state in main memory, and step there. No effect on a CPU.
         delay_optimizer_step: Average gradients and step while the next step's microbatches are computed. Each gradient
             is then computed with weights that are one step old. Run-wide.
@@ -186,10 +186,10 @@ class SwarmStrategy(StrategyBase):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.use_own_logger()
-        of_trust = {"audit_share": audit_share, "on_conviction": on_conviction, "robust_averaging": robust_averaging}
-        trusted = Trust.parse(trust, **of_trust)
-        moves = Rebalancing.parse(rebalancing, interval=rebalance_interval)
-        for name, value in {**of_trust, "rebalance_interval": rebalance_interval}.items():
+        deprecated = {"audit_share": audit_share, "on_conviction": on_conviction, "robust_averaging": robust_averaging}
+        parsed_trust = Trust.parse(trust, **deprecated)
+        parsed_rebalancing = Rebalancing.parse(rebalancing, interval=rebalance_interval)
+        for name, value in {**deprecated, "rebalance_interval": rebalance_interval}.items():
             if value is not None:
                 self.framework.deprecate(name, instead=_RECORDS[name])
         self.config = SwarmConfig(
@@ -204,7 +204,7 @@ class SwarmStrategy(StrategyBase):
             listen=HostPort.to_listen(listen),
             announce=tuple(map(HostPort.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
-            trust=trusted.level,
+            trust=parsed_trust.level,
             invite=invite,
             gather_on_end=gather_on_end,
             state_dict_type=state_dict_type,
@@ -215,12 +215,12 @@ class SwarmStrategy(StrategyBase):
                 microbatch_size=microbatch_size,
                 delay_optimizer_step=delay_optimizer_step,
                 deterministic=deterministic,
-                rebalancing=moves.rule,
-                rebalance_interval=moves.interval,
+                rebalancing=parsed_rebalancing.rule,
+                rebalance_interval=parsed_rebalancing.interval,
                 compression=Compression.parse(compression),
-                audit_share=trusted.share,
-                on_conviction=trusted.on_conviction,
-                robust_averaging=trusted.robust_averaging,
+                audit_share=parsed_trust.share,
+                on_conviction=parsed_trust.on_conviction,
+                robust_averaging=parsed_trust.robust_averaging,
             ),
             limits=limits,
         )
@@ -239,8 +239,8 @@ class SwarmStrategy(StrategyBase):
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
-        # Right after it sets this attribute, Lightning refuses a compiled module in all but three strategies. So the
-        # module is uncompiled here: hooks run uncompiled, and each peer compiles the stages that it computes.
+        # After it sets this attribute, Lightning refuses a compiled module in all but three strategies. So store the
+        # uncompiled module: hooks run uncompiled, and each peer compiles the stages that it computes.
         self._module = module
         if module is None:
             return
@@ -268,7 +268,7 @@ class SwarmStrategy(StrategyBase):
             if empty_init:
                 stack.enter_context(torch.device("meta"))
             yield
-        if self.lightning_module is not None:  # None: a module is made before Lightning has connected one
+        if self.lightning_module is not None:  # user code may make a module before Lightning has connected one
             record_first_values(self.lightning_module)
 
     @override
@@ -300,7 +300,7 @@ class SwarmStrategy(StrategyBase):
     serve = startup.serve
 
     def follow(self, trainer: Trainer) -> None:
-        """Make this process a trainer beside the lead, which is another process."""
+        """Make this process a trainer that follows the lead, which is another process."""
         self.rollback.restore_lead_role = extra_trainers.become_follower(trainer)
 
     def check_peers(self) -> None:
@@ -325,7 +325,7 @@ class SwarmStrategy(StrategyBase):
         trainer = self.own_module.trainer
         return startup.share_loader(self, trainer, dataloader) if trainer.training else dataloader
 
-    correct_estimated_steps = startup.correct_estimated_steps  # which `EstimatedSteps` calls
+    correct_estimated_steps = startup.correct_estimated_steps  # called by `EstimatedSteps`
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -401,7 +401,7 @@ class SwarmStrategy(StrategyBase):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         load = super().load_model_state_dict
-        self.checkpoints.load_module(checkpoint, lambda found: load(found, strict))
+        self.checkpoints.load_module(checkpoint, lambda filled: load(filled, strict))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -433,7 +433,7 @@ class SwarmStrategy(StrategyBase):
         """The address at which other peers join, in the form for ``lightning-swarm join`` and `initial_peers`.
 
         Raises:
-            ConfigError: The peer was not started yet, or has ended.
+            ConfigError: The peer has not started yet, or has ended.
         """
         if self.peer is None:
             raise ConfigError("`address` needs a run under way: ask for it from fit_start to fit_end.")

@@ -33,15 +33,15 @@ _METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
 class SwarmMonitor(_Callback):
     """Logs a run's speed, waiting time and traffic to the Trainer's loggers, every `log_every_n_steps` steps.
 
-    A Trainer with a logger and a swarm has one by default, which does not log to a `CSVLogger`. Pass your own instance
-    to log there, too, or to choose its metrics: ``SwarmMonitor(metrics=["samples_per_s"])``, or
-    ``SwarmMonitor(metrics=[])`` for none. Only the lead logs.
-    Each value is the mean since it was last logged, without validation. If no swarm trains, nothing is logged.
+    In a swarm, a Trainer with a logger has a `SwarmMonitor` by default, which does not log to a `CSVLogger`. Pass your
+    own instance to log there, too, or to choose its metrics: ``SwarmMonitor(metrics=["samples_per_s"])``, or
+    ``SwarmMonitor(metrics=[])`` for none. Only the lead logs. Each value is the mean since it was last logged, without
+    validation. If no swarm trains, nothing is logged.
 
     - ``swarm/samples_per_s``: samples in the run's steps, from all trainers, per second.
     - ``swarm/step_s``: seconds per step.
-    - ``swarm/wait_s``: of these, seconds in which the lead waited for places in steps and for the ends of steps, where
-      servers average gradients and step. The time of forward and backward passes is not in it.
+    - ``swarm/wait_s``: the part of `step_s` in which the lead waited for places in steps and for the ends of steps,
+      where servers average gradients and step. It does not include forward and backward passes.
     - ``swarm/sent_bytes_per_s``, ``swarm/received_bytes_per_s``: bytes that the lead's peer exchanged with other peers,
       framing included.
     - ``swarm/peers``: number of peers that hold a stage now.
@@ -73,7 +73,7 @@ class SwarmMonitor(_Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # After a rollback this is called again, and the counts start at zero.
+        # Lightning calls this again after a rollback, when the counts start at zero.
         self._gained.clear()
         self._before = self._counts(trainer)
         self._interval = _interval(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -81,12 +81,12 @@ class SwarmMonitor(_Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._before is not None:
-            self._look(trainer)
+            self._add_increases(trainer)
             self._before = None
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:  # then training has not started
+        if not trainer.sanity_checking:  # the sanity check runs before training starts
             self._before = self._counts(trainer)
 
     @override
@@ -99,7 +99,7 @@ class SwarmMonitor(_Callback):
         former, self._interval = self._interval, _interval(trainer, step + 1)
         if self._interval <= former or self._before is None:
             return
-        peers = self._look(trainer)
+        peers = self._add_increases(trainer)
         values = {
             f"swarm/{name}": value for name, value in _values(self._gained, peers).items() if name in self.metrics
         }
@@ -115,8 +115,8 @@ class SwarmMonitor(_Callback):
     def _loggers(self, trainer: Trainer) -> list[Any]:
         return [logger for logger in trainer.loggers if not isinstance(logger, self.skips)]
 
-    def _look(self, trainer: Trainer) -> float:
-        """Add the increases since the last call. Returns the number of servers."""
+    def _add_increases(self, trainer: Trainer) -> float:
+        """Add the counts' increases since the last call to the interval's. Returns the number of servers."""
         now = self._counts(trainer)
         if now is None or self._before is None:
             return 0.0
@@ -167,10 +167,10 @@ def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
 
 def add_default_monitor(trainer: Trainer) -> None:
     """Add a `SwarmMonitor`, as Lightning adds its own default callbacks, if there is a logger and no other monitor."""
-    own: Any = trainer  # untyped: Lightning sets its attributes in its connectors
-    if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in own.callbacks):
+    untyped: Any = trainer  # Lightning sets its attributes in its connectors
+    if not trainer.loggers or any(isinstance(callback, written_part(SwarmMonitor)) for callback in untyped.callbacks):
         return
     monitor = import_module(tree_of(trainer).strategies).SwarmMonitor()
     # Scripts may rely on the rows and columns of a CSV file; other loggers show each value separately.
     monitor.skips = tuple(framework.csv_logger for framework in IMPORT_TREES)
-    own.callbacks[:] = own._callback_connector._reorder_callbacks([*own.callbacks, monitor])
+    untyped.callbacks[:] = untyped._callback_connector._reorder_callbacks([*untyped.callbacks, monitor])

@@ -1,4 +1,8 @@
-"""Ends a strategy's part in its run, in order or after an error, and undoes its changes to the Trainer."""
+"""Ends a strategy's part in its run, in order or after an error, and undoes its changes to the Trainer.
+
+After an error, Lightning calls `handle_exception` first. `tear_down` runs in each case. It either releases the run's
+peers for the next run, if the fit rolls back, or leaves the run and ends the peers (`leave`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     """Leave an interrupted run in order. The lead gathers the trained weights into its module if that is possible."""
     run = strategy.run
     if run is not None:
-        run.trains = False
+        run.is_training = False
     try:
         strategy.checkpoints.close_files()
     except Exception as error:  # noqa: BLE001 - raised here, it would keep Lightning from its teardown
@@ -34,7 +38,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     if strategy.is_global_zero:
         _gather_weights(strategy)
     elif strategy.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):
-        if run is not None:  # it continues without this trainer
+        if run is not None:  # the run continues without this trainer
             with contextlib.suppress(SwarmError):  # the run may be over
                 run.retire(f"{type(exception).__name__}: {exception}")
         if strategy.swarm_launcher is not None:
@@ -53,7 +57,7 @@ def _resume_advice(trainer: Trainer) -> str:
     if not saved:
         return "This run has no checkpoint to resume from: start it again, with a ModelCheckpoint."
     newest = max(saved, key=lambda path: path.stat().st_mtime)
-    return f"Start the run again with `ckpt_path={str(newest)!r}`: it resumes there, with the peers that it finds."
+    return f"Start the run again with `ckpt_path={str(newest)!r}`: it resumes there, with the peers that are available."
 
 
 def _gather_weights(strategy: SwarmStrategy) -> None:
@@ -75,9 +79,9 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
     try:
         try:
             if run is not None:
-                if run.trains and not (rolls_back or strategy.is_global_zero):
-                    # The checkpoint was at the loop's end, so the loop never ran, and `end_loop` was not called.
-                    run.serve_on()
+                if run.is_training and not (rolls_back or strategy.is_global_zero):
+                    # The fit began at a checkpoint of a finished loop, so the loop and `end_loop` were never called.
+                    run.serve_until_dismissed()
                 run.session.pipeline.marks.clear()  # user code may use gradients again
             with StayOnMeta():
                 default()
@@ -122,11 +126,11 @@ def _end_run(strategy: SwarmStrategy) -> None:
     """Restore module, loop and callbacks as they were before the run."""
     if strategy.lightning_module is not None:
         add_hooks(strategy.lightning_module)  # hooks of boundary layers, which the run removed to cut the model
-    with contextlib.ExitStack() as ending:
+    with contextlib.ExitStack() as stack:
         if strategy.data is not None:
-            ending.callback(strategy.data.close)
+            stack.callback(strategy.data.close)
         if strategy.run is not None:
-            ending.callback(strategy.run.undo.close)
+            stack.callback(strategy.run.undo.close)
     strategy.checkpoints.forget_loaded()
     strategy.run = strategy.data = None
     if strategy.weights is not None:

@@ -1,4 +1,4 @@
-"""Syncs a run's weights between its servers and the lead's module, around callbacks that read or write them."""
+"""Moves a run's weights and optimizer state between its servers and the lead's module, checkpoints and optimizer."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class ModuleWeights:
         return {**vars(self), **dict.fromkeys(("_peer", "_session", "_access", "_optimizer_access")), "_gathered": []}
 
     def end_run(self) -> None:
-        """Forget the run that is over; weights that were not gathered are lost."""
+        """Forget the run, which is over. Weights that were not gathered are lost."""
         self._session = self._optimizer_access = None
 
     # ------------------------------------------------------------------ in the module
 
     def end_training(self) -> None:
-        """Wait for the last record, and drop batches that no record counts from the statistics of local batch norms."""
+        """Wait for the last record, and remove uncounted batches from the statistics of the module's batch norms."""
         session, _ = self._active_run
         session.end_training()
 
@@ -75,21 +75,21 @@ class ModuleWeights:
         """Return the tensors that were gathered for the newest checkpoint, which nothing else refers to."""
         return [tensor for reference in self._gathered if (tensor := reference()) is not None]
 
-    def complete(self, own: dict[str, Any], names: Mapping[str, str]) -> None:
+    def complete(self, state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
         """Fill the module's state dict with the last step's weights; `names`: its keys -> the tensors' first names."""
         self._gathered.clear()
         if self.stale:
             weights = {**self._gather(model_state.gather_weights), **self._access.pending}
             self._gathered += map(weakref.ref, weights.values())
-            own.update({key: weights[names[key]] for key in own if names.get(key) in weights})
+            state_dict.update({key: weights[names[key]] for key in state_dict if names.get(key) in weights})
 
-    def without_stages(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-        """Return the module's state dict without the stages' tensors; see `complete`."""
-        held = set().union(*self._saved_names)
-        return {key: value for key, value in own.items() if names.get(key) not in held}
+    def without_stages(self, state_dict: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        """Return the module's state dict without the stages' tensors; `names` as in `complete`."""
+        in_stages = set().union(*self._saved_names)
+        return {key: value for key, value in state_dict.items() if names.get(key) not in in_stages}
 
-    def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-        """Write `found`, a checkpoint without the stages' tensors, into a folder, and have servers add their stages."""
+    def save_shards(self, path: Path, checkpoint: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+        """Write a checkpoint without the stages' tensors into a folder, and have servers add their stages."""
         session, _ = self._active_run
         names, parameter_names = self._saved_names, self._parameter_names  # names of each stage; id -> name
 
@@ -106,20 +106,20 @@ class ModuleWeights:
                 model_state.write_stages, session.version, folder, names, convert, limits=limits, events=events
             )
 
-        held = set().union(*names)
+        in_stages = set().union(*names)
         saved = self._module.state_dict(keep_vars=True).keys()
         first_names = model_state.first_names(self._module).items()
-        also = {name: first for name, first in first_names if name != first and first in held and name in saved}
-        model_state.save(path, found, write, part=len(names), also=also)
+        also = {name: first for name, first in first_names if name != first and first in in_stages and name in saved}
+        model_state.save(path, checkpoint, write, part=len(names), also=also)
 
     @property
     def _saved_names(self) -> list[set[str]]:
         """Return the names of the tensors that each stage saves; a shared tensor belongs to its first stage."""
-        found: list[set[str]] = []
+        names: list[set[str]] = []
         for spec in (stage.spec for stage in self._peer.lead.stages):
             own = {tensor.name for tensor in (*spec.parameters, *spec.buffers) if tensor.persistent}
-            found.append(own.difference(*found))
-        return found
+            names.append(own.difference(*names))
+        return names
 
     def optimizer_state(self, optimizer: Optimizer, timeout: float | None = None) -> dict[str, Any]:
         """Return the optimizer's state of all stages at the last step, with parameters numbered as in one process."""
@@ -152,13 +152,13 @@ class ModuleWeights:
         self._access.note_current()
         self.stale = False
 
-    def hand_out_first_state(self, optimizer: Optimizer) -> None:
-        """Send the servers the state that an optimizer has before the run, such as from an earlier run."""
+    def send_first_state(self, optimizer: Optimizer) -> None:
+        """Send the servers the state that an optimizer has before the run, for example from an earlier run."""
         tensors = serialization.flatten(list(optimizer.state.values()))[1]
-        if tensors and not any(tensor.is_meta for tensor in tensors):  # servers make the state of a module on meta
-            self.hand_out_optimizer(optimizer)
+        if tensors and not any(tensor.is_meta for tensor in tensors):  # for a module on meta, servers make the state
+            self.send_optimizer(optimizer)
 
-    def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+    def send_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
         """Send the servers the optimizer state in `saved`, or the optimizer's own if `saved` is None."""
         names = self._parameter_names
         state = (
@@ -169,20 +169,20 @@ class ModuleWeights:
         self._call(model_state.scatter_optimizer, state, timeout=self._limits.call_timeout)
         self._note_optimizer()
 
-    def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
+    def send_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
         """Send the servers the optimizer state in a sharded checkpoint, one stage after the other."""
         _, run = self._active_run
         groups = folder.read_groups()["param_groups"]
         for index, stage in enumerate(run.manifest.stages):
             state = folder.read_state(name for name, _, _ in stage.parameters)
             saved = optimizer_state.name_to_number({"state": state, "param_groups": groups})
-            found = optimizer_state.loaded_state(optimizer, saved, self._parameter_names)
+            loaded = optimizer_state.loaded_state(optimizer, saved, self._parameter_names)
             timeout = self._limits.call_timeout
-            self._call(model_state.scatter_optimizer, found, timeout=timeout, stages=[index])
+            self._call(model_state.scatter_optimizer, loaded, timeout=timeout, stages=[index])
         self._note_optimizer()
 
     def watch_optimizer(self, trainer: Trainer, written: Collection[str]) -> None:
-        """Show user code the last step's state in the Trainer's optimizer; its steps write the group keys `written`."""
+        """Make the Trainer's optimizer show the last step's state to user code. Its steps write the keys `written`."""
         session, _ = self._active_run
         gather = partial(self._gather, model_state.gather_optimizer)
         optimizer = OptimizerAccess(trainer, self._access, gather, lambda: session.version, written)
@@ -207,8 +207,8 @@ class ModuleWeights:
         """Session and state of the run, while it is under way."""
         if self._session is None:
             raise ConfigError(
-                "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
-                "`gather_on_end=True`, or save during fit (ModelCheckpoint)."
+                "a checkpoint must hold the trained weights, but the run is over, and the weights were not gathered. "
+                "Keep `gather_on_end=True`, or save during fit (ModelCheckpoint)."
             )
         assert self._peer.lead.run is not None
         return self._session, self._peer.lead.run
@@ -217,7 +217,7 @@ class ModuleWeights:
 class WeightSync(Callback):
     """Gathers the trained weights into the module when training ends, as the Trainer's first callback until `close`."""
 
-    # As the first callback it precedes callbacks that change or save the trained weights.
+    # It is the first callback, so that it runs before callbacks that change or save the trained weights.
     def __init__(self, trainer: Trainer, weights: ModuleWeights, access: ModuleAccess) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights, self._access = weights, access

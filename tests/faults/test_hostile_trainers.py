@@ -131,8 +131,8 @@ class HostileSwarm(FaultySwarm):
         shared.finish_batch(counts=True)
         names: set[str] = set()
         for decided in self.steps.generation.records:
-            shared.decide(decided.metrics)
-            shared.replay()
+            shared.receive(decided.metrics)
+            shared.add_received()
             names |= {one.name for one in decided.logs}
             assert len(decided.logs) <= MAX_LOGS
         assert model.mean.compute() == 3.0

@@ -111,7 +111,7 @@ def test_broadcast() -> None:
     ids=["tuple", "tensor", "keys", "nan", "long"],
 )
 def test_broadcast_of_objects(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"`broadcast` sends the other trainers text, numbers"):
+    with pytest.raises(ConfigError, match=r"`broadcast` can send only text, numbers"):
         encode_shared(value, "broadcast")
 
 
@@ -256,7 +256,7 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert [text.split()[0] for text in said] == ["'own'"]
     assert bool(seen.withdrawn) == choosy
 
-    monkeypatch.setattr(SharedLogs, "decide", lambda self, others, metrics: None)
+    monkeypatch.setattr(SharedLogs, "receive", lambda self, others, metrics: None)
     with pytest.raises(AssertionError):  # the check can fail
         assert_logged(*train_logged())
 
@@ -287,4 +287,6 @@ def assert_refused(make_module: Callable[[Seen], Any], words: str) -> None:
 
 @feature("`self.log(sync_dist=True)` in other training hooks", REFUSED, "log in `training_step`")
 def test_sync_dist_elsewhere() -> None:
-    assert_refused(Elsewhere, "`sync_dist=True` counts what `training_step` logs.*got 'late' in `on_train_epoch_end`")
+    assert_refused(
+        Elsewhere, "`sync_dist=True` may be used only in `training_step`.*got 'late' in `on_train_epoch_end`"
+    )

@@ -188,7 +188,7 @@ def test_objects(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_steps(seen, lines)
     assert {seen.batches[place][0] for place in seen.withdrawn} == ({0, 1} if choosy else set())
 
-    monkeypatch.setattr(SharedMetrics, "decide", lambda self, others: None)
+    monkeypatch.setattr(SharedMetrics, "receive", lambda self, others: None)
     with pytest.raises(AssertionError):  # the check can fail
         assert_epoch(*trained())
 
@@ -236,7 +236,7 @@ def assert_refused(make_module: Callable[[Seen], OfObjects], words: str, **swarm
 def test_own_reduction() -> None:
     assert_refused(
         lambda seen: Refused(seen, torchmetrics.PearsonCorrCoef()),
-        r"by their `dist_reduce_fx`, one of 'sum'.*state 'mean_x' of the PearsonCorrCoef 'metric' has another",
+        r"by their `dist_reduce_fx`, which must be 'sum'.*state 'mean_x' of the PearsonCorrCoef 'metric' has another",
     )
 
 
@@ -246,12 +246,12 @@ def test_own_reduction() -> None:
     "log these other metrics directly",
 )
 def test_wrapper() -> None:
-    words = r"takes a metric that has states, and no other metrics in it: got a MinMaxMetric as 'metric'"
+    words = r"must have states, and no other metrics in it: got a MinMaxMetric as 'metric'"
     assert_refused(lambda seen: Refused(seen, torchmetrics.MinMaxMetric(torchmetrics.SumMetric())), words)
 
 
 @feature("the size of the updates that a step's batches add to metrics", PARTLY, "at most `Limits.max_metric_bytes`")
 def test_size() -> None:
     limits = Limits(**{**vars(LIMITS), "max_metric_bytes": 1000})
-    words = r"what a batch adds to the metrics.*`Limits.max_metric_bytes` = 1000 bytes, got \d{4}\. Raise it"
+    words = r"the contents that a batch adds to metrics.*`Limits.max_metric_bytes` = 1000 bytes, got \d{4}\. Raise"
     assert_refused(OfObjects, words, limits=limits)

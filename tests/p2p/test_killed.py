@@ -463,7 +463,7 @@ def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zy
 
             steps = swarm.train(look)
             assert ("GET", ACTION) in service.asked[num_asked:]
-            assert f"{REASONS['aws']}: leaving." in server.said
+            assert f"{REASONS['aws']}: leaving the run." in server.said
             assert "Run 'swarm' has released this peer." in server.said
             assert steps.events["replay"] == 0
             assert steps.events["retry"] == 0

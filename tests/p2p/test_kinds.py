@@ -55,5 +55,5 @@ def test_a_server_says_what_it_lacks(zygote: Zygote, lacks: str, said: str) -> N
     server = zygote.begin_kind(name="a shape from the data module", initial_peers=[], limits=LIMITS, lacks=lacks)
     wait_until(lambda: not server.alive, "a server that cannot build the model still runs")
     rule = "a peer that serves must be able to build the model in `setup` and `configure_model` as the trainer does"
-    assert re.search(rf"lightning_swarm: ConfigError: {rule}.*it failed with {said}. Give it the files", server.said)
+    assert re.search(rf"lightning_swarm: ConfigError: {rule}.*it failed with {said}. Copy the files", server.said)
     assert "Traceback" not in server.said

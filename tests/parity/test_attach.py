@@ -423,7 +423,7 @@ REFUSED = {
     ),
     "a layer in a block": (lambda model: lora(model, modules_to_save=["up_proj"]), "only LoRA's A and B"),
     "a bias": (lambda model: lora(model, lora_bias=True, target_modules=["q_proj"]), "lora_bias"),
-    "weights that are elsewhere": (lambda model: _initialised(lora(model), "olora"), "init_lora_weights='olora'"),
+    "weights that are elsewhere": (lambda model: _initialised(lora(model), "olora"), "servers; got 'olora'"),
     "another model": (lambda model: nn.Linear(2, 2), "must hold the served model"),
 }
 
@@ -441,7 +441,7 @@ def test_what_cannot_be_tuned_is_refused(swarm: ServedSwarm, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"devices": 2}, "tuned by one process"), ({"precision": "bf16-true"}, "must be that of the served model")],
+    [({"devices": 2}, "tuned by one process"), ({"precision": "bf16-true"}, "must fit the served model")],
 )
 def test_wrong_options_are_refused(
     swarm: ServedSwarm, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str

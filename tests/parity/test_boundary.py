@@ -281,7 +281,7 @@ def test_a_callback_that_has_a_copy_by_now_is_refused() -> None:
 
 def test_a_checkpoint_without_layers_is_refused(tmp_path: Path) -> None:
     go(run_plain, restoring, sentences(), tmp_path, 1)
-    with pytest.raises(ConfigError, match=r"a checkpoint without any\. Leave `boundary` out"):
+    with pytest.raises(ConfigError, match=r"a checkpoint without such layers\. Leave `boundary` out"):
         go(run_swarm, ordinary, sentences(), tmp_path, 2, num_stages=3, boundary=HALF, **IN_LIST)
 
 

@@ -286,7 +286,7 @@ def test_a_checkpoint_in_mid_epoch_lacks_no_batch(tmp_path: Path) -> None:
 
 
 def test_several_trainers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must have one trainer only"):
+    with pytest.raises(ConfigError, match="must have only one trainer"):
         trainers.train(2, swarm={"delay_optimizer_step": True})
 
 

@@ -182,7 +182,7 @@ def test_a_scale_that_came_down_to_nothing_is_an_error() -> None:
     assert scale.adapts
     scaler.scale(torch.ones(()))
     scale.update(skipped=True)
-    with pytest.raises(StepError, match=r"must be positive and finite, it has become 0.*detect_anomaly"):
+    with pytest.raises(StepError, match=r"must be positive and finite, but has become 0.*detect_anomaly"):
         _ = scale.current()
 
 

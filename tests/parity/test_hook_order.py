@@ -47,7 +47,7 @@ def recording(base: type[Any], names: set[str]) -> type[Any]:
             trainer = self._trainer = given or getattr(self, "_trainer", None)
             numbers = tuple(one for one in (*args, *kwargs.values()) if type(one) is int)
             states = getattr(getattr(getattr(trainer, "strategy", None), "rollback", None), "states", None)
-            if states is not None and states.taking:
+            if states is not None and states.is_saving:
                 self.by_snapshots.append(name)
             else:
                 step = 0 if trainer is None else trainer.global_step

@@ -457,7 +457,7 @@ def test_a_standby_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch:
 
     monkeypatch.setattr(loop_transfer, "unpack", failing)
     seen = run(4, {4: "in a batch"}, gone=[1, 2, 3])
-    cannot = "this peer was to take the run over, and cannot: it is no loop's state"
+    cannot = "this peer must take over the run, but cannot: it is no loop's state"
     assert [str(error) for rank, error in seen.errors.items() if rank] == [cannot]
     assert standbys(seen) == tried[1:]
     assert_right(seen, alone, gone=(0, tried[0]))

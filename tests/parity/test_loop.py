@@ -207,7 +207,7 @@ def test_a_window_that_a_hook_cuts_off_is_told(caplog: pytest.LogCaptureFixture)
             return -1 if batch_idx == 4 else None
 
     run_swarm(EndsItsEpochs, loader(digits()), max_epochs=2, accumulate_grad_batches=3)
-    assert "8 samples of a window that was cut off count in the next step" in caplog.text
+    assert "The window's 8 samples count in the next step" in caplog.text
 
 
 class OnPlateau(DigitsMLP):

@@ -247,8 +247,8 @@ class Unfilled(Net):
             r"filled while .* is recorded, but nothing fills enter\.weight.*in `configure_model`",
         ),
         (lambda: Unfilled(on_meta=True), {}, r"but nothing fills net\.1\.lost\b"),
-        (on_meta, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"StochasticWeightAveraging works with all of them"),
-        (on_meta, {"split": "time"}, r"`split='time'` is to measure its blocks"),
+        (on_meta, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"StochasticWeightAveraging uses all weights"),
+        (on_meta, {"split": "time"}, r"`split='time'` measures its blocks"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(

@@ -140,6 +140,6 @@ def test_what_validation_changes_at_the_lead_is_named(act: Any, name: str, caplo
         max_steps=-1,
         max_epochs=2,
     )
-    said = [text for text in caplog.messages if text.startswith("Validation, which the lead alone runs")]
+    said = [text for text in caplog.messages if text.startswith("Validation runs only on the lead")]
     assert len(said) == bool(name)
     assert all(f"'{name}'" in text for text in said)

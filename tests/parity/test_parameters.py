@@ -154,7 +154,7 @@ class Foreign(Digits):
     ("module", "message"),
     [
         (Foreign, r"of the LightningModule only.*group 0 has others, of the shapes \[\(10, 10\), \(10,\)\]"),
-        (Penalised, r"a loss may reach the pipeline's weights only through its.*\['net.0.weight', .*weight decay"),
+        (Penalised, r"a loss may reach the pipeline's weights only through the .*\['net.0.weight', .*weight decay"),
     ],
 )
 def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], message: str) -> None:

@@ -107,7 +107,7 @@ def test_texts_of_strangers_change_no_bit_of_the_training() -> None:
     assert (follow.text, follow.num_tokens) == (Letters().decode(expected.followed[0, 3:], True), 40)
     assert drawn.text != expected.pinned[drawn.steps[0]]
     for name, kind, said in (
-        ("long", ProtocolError, "writes at most 20 tokens of a text .* got 21. Lower it, or follow"),
+        ("long", ProtocolError, "writes at most 20 tokens of a text .* got 21. Request fewer, or follow"),
         ("no such letter", ProtocolError, "each below the model's"),
         ("too many positions", ProtocolError, "must have at most .* tokens together"),
     ):

@@ -225,7 +225,7 @@ class Trap:
     [
         ("missing", r"all of its files in one folder; in .* __0_0\.distcp is missing\. Copy the files into it"),
         ("short", r"__0_0\.distcp is cut off"),
-        ("no index", r"is a folder without an index `\.metadata`"),
+        ("no index", r"is a folder without the index `\.metadata`"),
         ("trap", r"cannot be read: it names pathlib\.(_local\.)?Path\.touch"),
     ],
 )

@@ -293,7 +293,7 @@ def test_a_checkpoint_of_another_order_is_named(tmp_path: Path) -> None:
         (lambda: DataLoader(numbered(digits()), 4), "the 0 generators of SequentialSampler"),
         (lambda: DataLoader(shuffled(digits()).dataset, 5, sampler=shuffled(digits()).sampler), "the 11 batches of"),
     ):
-        with pytest.raises(ConfigError, match=f"{found}.* before the checkpoint was written"):
+        with pytest.raises(ConfigError, match=f"{found}.* before the checkpoint was saved"):
             run(1, data=data, ckpt_path=tmp_path / "step=2.ckpt")
 
 

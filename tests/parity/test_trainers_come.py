@@ -104,9 +104,7 @@ def test_one_that_reads_all_of_a_stream_says_so() -> None:
             while True:
                 yield from numbered(digits())
 
-    with pytest.warns(
-        UserWarning, match="comes to a run under way, reads all of its DataLoader.*global_rank"
-    ) as warned:
+    with pytest.warns(UserWarning, match="joins a run under way, reads all of its DataLoader.*global_rank") as warned:
         seen, _ = come(data=lambda: DataLoader(Stream(), batch_size=4))
     assert [LATE] in trainers_of(seen)
     assert sum("reads all of its" in str(one.message) for one in warned) == 1, "the lead has no reason to"

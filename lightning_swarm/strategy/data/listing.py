@@ -1,4 +1,4 @@
-"""Lists an epoch's batches as they are drawn, with a digest by which trainers compare their lists."""
+"""Lists an epoch's batches in the order in which they are drawn. Trainers compare their lists by a digest."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ class EpochListing:
     ) -> None:
         drawn = iter(batches)
         listed = [list(batch) for batch in islice(drawn, num_batches)]
-        if draws_end:  # as loaders with workers do, whose samplers may draw more random numbers
+        if draws_end:  # loaders with workers also draw the end, at which a sampler may draw more random numbers
             next(drawn, None)
         lengths = [len(batch) for batch in listed]
         if not all(lengths):
-            raise ConfigError(f"a batch must have at least one sample, and number {lengths.index(0)} has none.")
+            raise ConfigError(
+                f"a batch must have at least one sample, but batch {lengths.index(0)} has none. Let the batch sampler "
+                "leave empty batches out."
+            )
         self.sizes = [(size, len(list(group))) for size, group in groupby(lengths)]
         if len(self.sizes) > MAX_SIZE_CHANGES:
             raise ConfigError(
-                f"the sizes of an epoch's batches may change {MAX_SIZE_CHANGES} times, they do {len(self.sizes)} "
-                "times. Sort batches by size, or share the data yourself with `use_distributed_sampler=False`."
+                f"the sizes of an epoch's batches may change at most {MAX_SIZE_CHANGES} times, but change "
+                f"{len(self.sizes)} times. Sort batches by size, or divide the data yourself with "
+                "`use_distributed_sampler=False`."
             )
         flat = [index for batch in listed for index in batch]
-        plain = all(type(index) is int for index in flat)
-        # Samplers may yield other objects than integers; these are kept, and compared by their `repr`.
-        numbers = np.array(flat, dtype="<i8") if plain else None
+        are_integers = all(type(index) is int for index in flat)
+        # Samplers may yield other objects than integers, which are kept, and compared by their `repr`.
+        numbers = np.array(flat, dtype="<i8") if are_integers else None
         self._flat: Any = flat if numbers is None else numbers
         self._starts = np.cumsum([0, *lengths])
         content = repr(flat).encode() if numbers is None else numbers.tobytes()
         content = repr(self.sizes).encode() + b"\0" + content
         self.digest = hashlib.sha256(content + subset).digest()
-        self._former_digest = hashlib.sha256(content).digest()  # older releases saved it, without the subset
+        self._former_digest = hashlib.sha256(content).digest()  # older releases saved this digest, without the subset
 
-    def is_of(self, plan: EpochPlan) -> bool:
-        """Return whether a plan is of these batches."""
+    def matches(self, plan: EpochPlan) -> bool:
+        """Return whether a plan is for these batches."""
         return self.sizes == plan.sizes and plan.digest in (self.digest, self._former_digest)
 
     def __len__(self) -> int:
@@ -61,9 +65,9 @@ class EpochListing:
 
 
 def subset_digest(dataset: object) -> bytes:
-    """Digest the indices of a `Subset`, as `random_split` makes it, and of subsets in it; empty for other datasets."""
-    found = b""
+    """Digest the indices of a `Subset`, such as `random_split` makes, and of subsets in it. Other datasets: empty."""
+    digests = b""
     while isinstance(dataset, Subset):
-        found += hashlib.sha256(np.asarray(dataset.indices).tobytes()).digest()
+        digests += hashlib.sha256(np.asarray(dataset.indices).tobytes()).digest()
         dataset = dataset.dataset
-    return found
+    return digests

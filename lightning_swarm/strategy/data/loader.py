@@ -26,7 +26,7 @@ _reading: ContextVar[bool] = ContextVar("reading", default=False)
 
 @contextmanager
 def reading_data() -> Iterator[None]:
-    """Inside, user code makes or reads training data."""
+    """Mark that user code inside makes or reads training data, for `is_reading`."""
     token = _reading.set(True)
     try:
         yield
@@ -35,7 +35,7 @@ def reading_data() -> Iterator[None]:
 
 
 def is_reading() -> bool:
-    """Return whether the calling user code makes or reads training data, in this process or in a loader's worker."""
+    """Return whether the calling code makes or reads training data, in this process or in a loader's worker."""
     return _reading.get() or get_worker_info() is not None
 
 
@@ -53,7 +53,7 @@ def _read(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 class StridedDataset(IterableDataset[Any]):
-    """Every n-th sample of an iterable dataset; all other attributes are the whole dataset's."""
+    """Every n-th sample of an iterable dataset, with all other attributes of the whole dataset."""
 
     def __init__(self, whole: IterableDataset[Any], rank: int, num_trainers: int) -> None:
         self.whole = whole
@@ -62,7 +62,7 @@ class StridedDataset(IterableDataset[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # Each trainer iterates over the whole dataset; the parts are disjoint if its order is the same everywhere.
+        # Each trainer iterates over the whole dataset; the parts are disjoint if the order is the same everywhere.
         return islice(_read(self.whole), self._rank, None, self._num_trainers)
 
     def __len__(self) -> int:
@@ -75,11 +75,11 @@ class StridedDataset(IterableDataset[Any]):
 
 
 def part_of(loader: DataLoader[Any], rank: int, num_trainers: int) -> DataLoader[Any]:
-    """Copy a loader so that it reads a trainer's part of its iterable dataset."""
+    """Return a copy of a loader that reads a trainer's part of the iterable dataset."""
     assert isinstance(loader.dataset, IterableDataset)
-    made = copy.copy(loader)  # the user's class may have unknown constructor arguments
-    vars(made).update(dataset=StridedDataset(loader.dataset, rank, num_trainers), _iterator=None)
-    return made
+    copied = copy.copy(loader)  # the user's class may have unknown constructor arguments
+    vars(copied).update(dataset=StridedDataset(loader.dataset, rank, num_trainers), _iterator=None)
+    return copied
 
 
 def divides_itself(sampler: object) -> bool:
@@ -90,28 +90,28 @@ def divides_itself(sampler: object) -> bool:
 def own_generators(loader: Any) -> list[torch.Generator]:
     """Return the distinct generators of a DataLoader or `SharedLoader`, and of its samplers."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    found = [getattr(source, "generator", None) for source in (loader, *samplers)]
-    return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+    values = [getattr(source, "generator", None) for source in (loader, *samplers)]
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 
 
 def take_random_numbers(own: Sequence[torch.Generator]) -> RandomNumbers:
     """Return the state of all generators that user code draws from, and of a loader's `own` generators."""
     _, python, python_gauss = random.getstate()
     numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - user code draws from it
-    _, keys, place, has_gauss, gauss = numpy
+    _, keys, position, has_gauss, gauss = numpy
     return RandomNumbers(
         torch=torch.get_rng_state().numpy().tobytes(),
         python=np.array(python, dtype="<u4").tobytes(),
         python_gauss=python_gauss,
         numpy=np.asarray(keys, dtype="<u4").tobytes(),
-        numpy_place=int(place),
+        numpy_place=int(position),
         numpy_gauss=float(gauss) if has_gauss else None,
         own=[generator.get_state().numpy().tobytes() for generator in own],
     )
 
 
 def restore_random_numbers(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
-    """Set all generators to a state. Raises ProtocolError if it does not fit the generators of this machine."""
+    """Set all generators to a state. Raises ProtocolError if the state does not fit this machine's generators."""
     try:
         torch.set_rng_state(_as_tensor(numbers.torch))
         python = np.frombuffer(numbers.python, dtype="<u4").tolist()
@@ -142,7 +142,7 @@ def _as_tensor(buffer: bytes) -> torch.Tensor:
 
 
 class LaneSampler:
-    """A batch sampler that yields the indices of a lane's batches, and keeps their numbers until they are returned."""
+    """A batch sampler that yields the indices of a lane's batches, and queues the numbers of the unread batches."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class LaneSampler:
     ) -> None:
         self.origin = origin  # the user's batch sampler
         self.unread: deque[tuple[BatchNumber, int]] = deque()  # batches that the loader has not returned yet
-        self._read = read  # iterates over the epoch's lane: a batch's number, its indices, and how many follow it
+        self._read = read  # yields for each batch of the epoch's lane: number, indices, and how many batches follow
         self._num_batches = num_batches
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -166,17 +166,17 @@ class LaneSampler:
         return self._num_batches()
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes of the user's batch sampler, such as its sampler, sizes and `set_epoch`."""
+        """Return an attribute of the user's batch sampler, such as `sampler`, `batch_size` or `set_epoch`."""
         if name == "origin":  # not set yet while the sampler is unpickled or copied
             raise AttributeError(name)
         return getattr(self.origin, name)
 
 
-def _not_one_each(loader: DataLoader[Any]) -> ConfigError:
+def _wrong_number_of_batches(loader: DataLoader[Any]) -> ConfigError:
     return ConfigError(
-        "trainers can share a loader only if it gives one batch for each list of indices from its batch sampler, and "
-        f"the `__iter__` of {type(loader).__name__} gives another number. Combine samples in the dataset or in "
-        "`collate_fn`, or set `Trainer(use_distributed_sampler=False)`: then each trainer reads its own data."
+        "trainers can share a loader only if it gives one batch for each list of indices from its batch sampler, but "
+        f"the `__iter__` of {type(loader).__name__} gives another number of batches. Combine samples in the dataset or "
+        "in `collate_fn`, or set `Trainer(use_distributed_sampler=False)`, so that each trainer reads its own data."
     )
 
 
@@ -187,41 +187,41 @@ class SharedLoader:
         self,
         loader: DataLoader[Any],
         on_batch: Callable[[BatchNumber, int], None],
-        instead: Callable[[], DataLoader[Any] | None],
+        replacement: Callable[[], DataLoader[Any] | None],
     ) -> None:
         assert isinstance(loader.batch_sampler, LaneSampler)
         self.loader = loader  # a copy of the user's loader with another batch sampler
         self._lane = loader.batch_sampler
         self._on_batch = on_batch  # called before a batch is returned, with its number and how many follow in the lane
-        self._instead = instead  # returns the loader to read if this one cannot be shared after all, or None
+        self._replacement = replacement  # returns the loader to read if this loader cannot be shared after all, or None
         if hasattr(loader, "in_order"):
-            loader.in_order = True  # batches are numbered in their order
+            loader.in_order = True  # numbers are assigned to batches in their order
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch's lane."""
-        instead = self._instead()
-        return len(self._lane) if instead is None else len(instead)
+        replacement = self._replacement()
+        return len(self._lane) if replacement is None else len(replacement)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the lane."""
-        instead = self._instead()
-        if instead is not None:
-            return iter(instead)
+        replacement = self._replacement()
+        if replacement is not None:
+            return iter(replacement)
         # Workers begin to read when an iterator is made, and Lightning may make it before the run has begun.
         return self._read(None if self.loader.num_workers else iter(self.loader))
 
-    def _read(self, made: Iterator[Any] | None) -> Iterator[Any]:
-        """Yield the batches of an iterator, made now if `made` is None, and report each before it is used."""
-        for batch in iter(self.loader) if made is None else made:
+    def _read(self, iterator: Iterator[Any] | None) -> Iterator[Any]:
+        """Yield the batches of the loader's iterator, which is made now if None, and report each batch before that."""
+        for batch in iter(self.loader) if iterator is None else iterator:
             if not self._lane.unread:
-                raise _not_one_each(self.loader)
+                raise _wrong_number_of_batches(self.loader)
             number, num_left = self._lane.unread.popleft()
             self._on_batch(number, num_left)
             yield batch
 
     def fetch(self, indices: Sequence[Any]) -> Any:
         """Read one batch outside of the lane, with the user's loader class."""
-        # This process reads it, unless the user's `worker_init_fn` prepares the dataset.
+        # This process reads the batch, unless the user's `worker_init_fn` prepares the dataset.
         prepare = self.loader.worker_init_fn if self.loader.num_workers else None
         module_name = getattr(getattr(prepare, "func", prepare), "__module__", None)
         needs_worker = prepare is not None and not is_in_packages(OWN_PACKAGES, module_name)
@@ -232,12 +232,12 @@ class SharedLoader:
         vars(loader).update(workers, persistent_workers=False, **own)
         batches = list(iter(loader))
         if len(batches) != 1:
-            raise _not_one_each(loader)
+            raise _wrong_number_of_batches(loader)
         return batches[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes of the DataLoader."""
-        # The loader has no state, because the run keeps the position in the data.
+        """Return an attribute of the DataLoader."""
+        # This loader has no state methods, because the run keeps the position in the data.
         if name in ("loader", "state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -16,11 +16,11 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-# Most models can be built without data, and a peer's machine may have no data.
-def call_with_data_if_needed(strategy: StrategyBase, trainer: Trainer, what: str, work: Callable[[], _T]) -> _T:
+# Try without data first: most models can be built without it, and a peer's machine may have none.
+def call_with_data_if_needed(strategy: StrategyBase, trainer: Trainer, task: str, work: Callable[[], _T]) -> _T:
     """Call user code. If it fails on a peer that only serves, prepare the data as the trainer does, and call it again.
 
-    Returns the result. Raises ConfigError if the code still fails; `what` is its task, for the message.
+    Returns the result. Raises ConfigError if the code still fails; `task` describes the code for the message.
     """
     try:
         return work()
@@ -30,21 +30,21 @@ def call_with_data_if_needed(strategy: StrategyBase, trainer: Trainer, what: str
         if not strategy.config.only_serves:
             raise
         if strategy.has_read_data or not _has_data(trainer):
-            raise _failed(what, error) from error
-        _log.info("This peer reads the data, because it cannot %s without: %r", what, error)
+            raise _failed(task, error) from error
+        _log.info("This peer reads the data, because it cannot %s without data: %r", task, error)
     try:
         _read(strategy, trainer)
         return work()
     except SwarmError:
         raise
     except Exception as error:
-        raise _failed(what, error) from error
+        raise _failed(task, error) from error
 
 
 def _read(strategy: StrategyBase, trainer: Trainer) -> None:
     """Prepare the data, once on each machine, and set the data module up."""
     strategy.has_read_data = True
-    # Both are interfaces of this process's own peer, whatever its role. The machine's first process prepares the data.
+    # The machine's first process prepares the data. A peer has both interfaces, `lead` and `follower`, in any role.
     if strategy.local_rank:
         strategy.own_peer.follower.await_event(strategy.launch_id, "prepare_data")
     else:
@@ -59,9 +59,9 @@ def _has_data(trainer: Trainer) -> bool:
     return trainer.datamodule is not None or is_overridden("prepare_data", trainer.lightning_module)  # type: ignore[attr-defined]
 
 
-def _failed(what: str, error: Exception) -> ConfigError:
+def _failed(task: str, error: Exception) -> ConfigError:
     return ConfigError(
-        f"a peer that serves must be able to {what} as the trainer does, with no data but what the data module's "
-        f"`prepare_data` and `setup` find on its machine; it failed with {type(error).__name__}: {error}. Give it the "
-        "files, or build the model and its optimizer from what the script knows before `fit`."
+        f"a peer that serves must be able to {task} as the trainer does, using only data that the data module's "
+        f"`prepare_data` and `setup` find on its machine; it failed with {type(error).__name__}: {error}. Copy the "
+        "files to that machine, or build the model and its optimizer from values that the script has before `fit`."
     )

@@ -1,4 +1,4 @@
-"""Reads one trainer's batches of the data that all trainers of its run share, in an order common to all of them."""
+"""Reads one trainer's batches of the data that all trainers of its run share, in an order common to all trainers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from lightning_swarm.strategy.framework import tree_of
 _log = logging.getLogger(__name__)
 
 
-# At module level, because a copy or a pickle of the user's module contains it.
+# This is at module level, because a copy or a pickle of the user's module refers to it.
 def _read_by(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with reading_data():
         return hook(*args, **kwargs)
@@ -50,20 +50,20 @@ STATE: Final = "swarm_data"  # key of the position in the data, in a fit loop's 
 
 
 class SharedData:
-    """Plans and reads one trainer's data in one run. It does nothing without a shared loader."""
+    """Plans and reads one trainer's data in one run. Does nothing if the trainers share no loader."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._session: Session | None = None
         self._overrides: Sequence[Override] = ()
         self._hooks: Sequence[Override] = ()
-        self._origin: DataLoader[Any]  # the user's, once it is shared
+        self._origin: DataLoader[Any]  # the user's loader, once it is shared
         self._loader: SharedLoader | None = None  # the loader in its place
         self._plans: dict[int, EpochPlan] = {}  # epoch -> plan
         self._listings: dict[int, EpochListing] = {}  # epoch -> batches of its plan
         self._start: BatchNumber | None = None  # first batch of this generation of the run
-        self._taken: dict[int, EpochPlan | None] = {}  # plans received from the lead that are not listed here yet
-        self._restored: dict[int, EpochPlan] = {}  # plans in the checkpoint that was loaded
+        self._received: dict[int, EpochPlan | None] = {}  # epoch -> plan from the lead that is not listed here yet
+        self._restored: dict[int, EpochPlan] = {}  # epoch -> plan in the checkpoint that was loaded
         self._restored_position: BatchNumber | None = None  # first batch after that checkpoint
         self.number: BatchNumber | None = None  # number of the current batch
         self.run_is_over = False  # True if the lead has ended the run; unused at the lead
@@ -88,16 +88,15 @@ class SharedData:
     def share(self, loader: DataLoader[Any], divided: Callable[[], DataLoader[Any]]) -> SharedLoader:
         """Return the loader that replaces the user's.
 
-        If the loop has several loaders, their batches have no numbers. Then the returned loader reads the loader that
+        If the loop has several loaders, their batches have no numbers, and the returned loader reads the loader that
         `divided` makes, with this trainer's part of the data.
         """
         self._origin = loader
         lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
-        # Copy the loader: a new one would need its class's own arguments, and would not have the user's batch sampler.
-        made = copy.copy(loader)
-        vars(made).update(batch_sampler=lane, _iterator=None)
+        copied = copy.copy(loader)  # the user's class may have unknown constructor arguments
+        vars(copied).update(batch_sampler=lane, _iterator=None)
         divided = cache(divided)
-        self._loader = SharedLoader(made, self._note_batch, lambda: divided() if self._is_one_of_several else None)
+        self._loader = SharedLoader(copied, self._begin_batch, lambda: divided() if self._has_several_loaders else None)
         return self._loader
 
     def open(self, session: Session) -> None:
@@ -107,7 +106,7 @@ class SharedData:
         self._overrides = (
             Override(fit_loop, "on_save_checkpoint", self._save_with_plans),
             Override(fit_loop, "on_load_checkpoint", self._load_with_plans),
-            Override(fit_loop.epoch_loop, "on_run_start", self._epoch_begins),
+            Override(fit_loop.epoch_loop, "on_run_start", self._begin_epoch),
             Override(fit_loop.epoch_loop, "reset", self._quietly_reset),
             Override(fit_loop, "on_advance_start", self._receive_metrics),
         )
@@ -124,10 +123,10 @@ class SharedData:
     @property
     def shares(self) -> bool:
         """Return whether the trainers share one order of batches, in which each batch has a number."""
-        return self._loader is not None and not self._is_one_of_several
+        return self._loader is not None and not self._has_several_loaders
 
     @property
-    def _is_one_of_several(self) -> bool:
+    def _has_several_loaders(self) -> bool:
         combined = self._trainer.fit_loop._combined_loader
         return combined is not None and len(combined.flattened) > 1
 
@@ -171,7 +170,7 @@ class SharedData:
     # ------------------------------------------------------------------ the lane
 
     def _lane(self) -> Iterator[tuple[BatchNumber, list[Any], int]]:
-        """Yield number and indices of this trainer's batches of the epoch, and how many follow each."""
+        """Yield the number and indices of each of this trainer's batches of the epoch, and how many batches follow."""
         epoch = self._trainer.current_epoch
         plan = self._plan_of(epoch)
         assert self._session is not None
@@ -182,7 +181,7 @@ class SharedData:
             yield (epoch, index), self._listings[epoch][index], num_left
 
     def _next_index(self, plan: EpochPlan, index: int) -> int:
-        """Return the lane's next batch after `index` that is not decided, as the current trainers divide the epoch."""
+        """Return the lane's next uncounted batch after `index`, as the current trainers divide the epoch."""
         assert self._session is not None
         position = self._session.run.position or (0, 0)
         begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
@@ -191,7 +190,7 @@ class SharedData:
         return next_in_lane(plan.begin, begin, self._session.lanes, self._session.peer_id)
 
     def _lane_length(self) -> int:
-        """Return the number of batches of a whole epoch's lane. Lightning itself applies a limit that is a fraction."""
+        """Return the number of batches of a whole epoch's lane, before a fractional limit, which Lightning applies."""
         limit = self._trainer.limit_train_batches
         length = len(self._origin) if isinstance(limit, float) else self.num_batches()
         return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
@@ -201,15 +200,16 @@ class SharedData:
         length, limit = len(self._origin), self._trainer.limit_train_batches
         return int(length * limit) if isinstance(limit, float) else min(length, limit)
 
-    def _note_batch(self, number: BatchNumber, num_left: int) -> None:
+    def _begin_batch(self, number: BatchNumber, num_left: int) -> None:
         """Record the current batch, and set Lightning's limits by the number of batches that follow in this epoch."""
         self.number, self._num_left = number, num_left
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
         if trainer.val_check_batch is not None and trainer.check_val_every_n_epoch is not None:
             # Validate at the end of the epoch at the latest, even if this trainer has few batches left.
-            wanted, most = trainer.val_check_interval, fit_loop.max_batches
-            trainer.val_check_batch = max(1, int(most * wanted) if isinstance(wanted, float) else min(wanted, most))
+            interval, num_batches = trainer.val_check_interval, fit_loop.max_batches
+            check_batch = int(num_batches * interval) if isinstance(interval, float) else min(interval, num_batches)
+            trainer.val_check_batch = max(1, check_batch)
         if fit_loop._data_fetcher is not None:
             fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
 
@@ -218,10 +218,10 @@ class SharedData:
         with without_resume_warning() if self.shares else nullcontext():
             self._reset()
 
-    def _epoch_begins(self, data_fetcher: Any) -> None:
-        """Lift Lightning's limit in a resumed epoch, which may have more batches behind it than a whole lane."""
+    def _begin_epoch(self, data_fetcher: Any) -> None:
+        """Lift Lightning's limit in a resumed epoch, of which more batches may be complete than one lane has."""
         if self.shares and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
-            self._trainer.fit_loop.max_batches = float("inf")  # the first batch sets it again
+            self._trainer.fit_loop.max_batches = float("inf")  # until `_begin_batch` sets it
         self._begin(data_fetcher)
 
     # ------------------------------------------------------------------ plans
@@ -233,14 +233,14 @@ class SharedData:
             if self._session.is_lead:
                 self._plan_epoch(epoch)
             else:
-                plan = self._taken.pop(epoch, None) or self._take_plan(epoch)
+                plan = self._received.pop(epoch, None) or self._wait_for_plan(epoch)
                 if plan is None:
                     return None
                 self._list_plan(plan)
         return self._plans[epoch]
 
-    def _take_plan(self, epoch: int) -> EpochPlan | None:
-        """On a trainer that is not the lead: wait for its plan. None: the epoch is complete, or the run is over."""
+    def _wait_for_plan(self, epoch: int) -> EpochPlan | None:
+        """Wait for the lead's plan of an epoch; None if the epoch is complete, or the run is over."""
         assert self._session is not None
         try:
             return self._session.take_plan(epoch)
@@ -249,50 +249,50 @@ class SharedData:
             return None
 
     def _receive_metrics(self) -> None:
-        """Set the callbacks' metrics from the lead's validations when an epoch begins, before the user's hooks run."""
+        """Receive the metrics of the lead's validations when an epoch begins, before the user's hooks run."""
         epoch = self._trainer.current_epoch
         if self.shares and self._session is not None and not self._session.is_lead and epoch not in self._plans:
-            plan = self._taken[epoch] = self._take_plan(epoch)
+            plan = self._received[epoch] = self._wait_for_plan(epoch)
             metrics = {} if plan is None else plan.metrics
             values = {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in metrics.items()}
             self._trainer._logger_connector._callback_metrics.update(values)
         self._advance()
 
     def _plan_epoch(self, epoch: int) -> None:
-        """On the lead: list an epoch that begins or is resumed, and publish its plan."""
+        """List, at the lead, an epoch that begins or is resumed, and publish its plan."""
         if self._start is None:
             self._start = self._first_position(epoch)
             older = sorted(older_epoch for older_epoch in self._restored if older_epoch < epoch)
-            for older_epoch in older:  # each listing leaves the generators where the next epoch's order begins
-                plan = self._list_again(older_epoch)
+            for older_epoch in older:  # each listing leaves the generators in the state for the next epoch's order
+                plan = self._list_restored_epoch(older_epoch)
                 if older_epoch >= self._start[0]:  # the run's weights do not include its remaining batches
                     self._publish(plan)
             if older and epoch not in self._restored:
                 self._seed_workers()
-        self._publish(self._list_again(epoch) if epoch in self._restored else self._list_anew(epoch))
+        self._publish(self._list_restored_epoch(epoch) if epoch in self._restored else self._list_new_epoch(epoch))
 
     def _seed_workers(self) -> None:
         """Draw the workers' seed, as a loader does when an epoch begins."""
-        # The loader has drawn it already, but listing older epochs again has reset its generator.
+        # The loader has already drawn it, but listing older epochs again has reset its generator.
         origin = self._origin
-        stays = origin.persistent_workers and origin.num_workers > 0
-        if origin.generator is not None and not stays:
+        keeps_workers = origin.persistent_workers and origin.num_workers > 0
+        if origin.generator is not None and not keeps_workers:
             torch.empty((), dtype=torch.int64).random_(generator=origin.generator)
 
     def _first_position(self, epoch: int) -> BatchNumber:
         """Return the first batch of this generation of the run."""
         if self._restored_position is not None:
-            at, index = self._restored_position
-            if index >= self._restored[at].num_batches:
-                at, index = at + 1, 0
-            return at, index
+            first_epoch, index = self._restored_position
+            if index >= self._restored[first_epoch].num_batches:
+                first_epoch, index = first_epoch + 1, 0
+            return first_epoch, index
         progress: Any = self._trainer.fit_loop.epoch_progress.current
         if self._trainer.fit_loop.restarting and progress.ready > progress.processed:
             return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self.num_batches())
         return epoch, 0
 
-    def _list_anew(self, epoch: int) -> EpochPlan:
-        """Return a new plan of an epoch, with the order that a DataLoader would draw now."""
+    def _list_new_epoch(self, epoch: int) -> EpochPlan:
+        """List an epoch with the order that a DataLoader would draw now, and return its plan."""
         random = take_random_numbers(own_generators(self._origin))
         listing = self._listings[epoch] = self._list(epoch)
         return EpochPlan(
@@ -305,10 +305,10 @@ class SharedData:
             metrics=callback_metrics(self._trainer),
         )
 
-    def _list_again(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch with the order that was drawn before the checkpoint."""
+    def _list_restored_epoch(self, epoch: int) -> EpochPlan:
+        """List an epoch again with its order from before the checkpoint, and return its plan."""
         plan = self._restored[epoch]
-        self._list_plan(plan, "those that were listed before the checkpoint was written")
+        self._list_plan(plan, "those listed before the checkpoint was saved")
         begin, last = self._first_batch(epoch, plan.num_batches), self.is_last_epoch(epoch)
         return replaced(plan, begin=begin, last=last, metrics=callback_metrics(self._trainer))
 
@@ -320,11 +320,13 @@ class SharedData:
     def _first_batch(self, epoch: int, num_batches: int) -> int:
         """Return the first batch of an epoch that this generation of the run trains on."""
         assert self._start is not None
-        at, index = self._start
-        return index if at == epoch else num_batches if at > epoch else 0
+        first_epoch, index = self._start
+        if epoch == first_epoch:
+            return index
+        return 0 if epoch > first_epoch else num_batches
 
     def _publish(self, plan: EpochPlan) -> None:
-        """Use a plan, and give it to the other trainers."""
+        """Use a plan, and publish it for the other trainers."""
         assert self._session is not None
         assert self._start is not None
         self._plans[plan.epoch] = plan
@@ -333,17 +335,17 @@ class SharedData:
 
     def _list_plan(self, plan: EpochPlan, expected: str = "those of the lead") -> None:
         """List an epoch with the plan's random numbers, and refuse the plan if the batches differ."""
-        own = own_generators(self._origin)
+        generators = own_generators(self._origin)
         listing = None
-        if len(own) == len(plan.random.own):
-            with drawing_from(plan.random, own):
+        if len(generators) == len(plan.random.own):
+            with drawing_from(plan.random, generators):
                 listing = self._list(plan.epoch)
-        if listing is None or not listing.is_of(plan):
+        if listing is None or not listing.matches(plan):
             sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
-            what = f"{len(own)} generators" if listing is None else f"{len(listing)} batches"
+            differing = f"{len(generators)} generators" if listing is None else f"{len(listing)} batches"
             num_expected = len(plan.random.own) if listing is None else plan.num_batches
             raise ConfigError(
-                f"all trainers must list the same batches from the same random numbers: the {what} of "
+                f"all trainers must list the same batches from the same random numbers: the {differing} of "
                 f"{type(sampler).__name__} in epoch {plan.epoch} differ from {expected} ({num_expected}). Use the same "
                 "dataset, batch size and sampler, and let the sampler draw from the generators of torch, numpy or "
                 "random; seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
@@ -372,7 +374,7 @@ class SharedData:
 
     @property
     def position(self) -> BatchNumber | None:
-        """Return the first batch that the current weights were not trained on."""
+        """The first batch that the current weights were not trained on."""
         assert self._session is not None
         return self._session.run.position or self._start
 
@@ -386,42 +388,45 @@ class SharedData:
 
     def _load_with_plans(self, state_dict: dict[str, Any]) -> None:
         """Read the plans and the position from a saved state, and load the loop's own state."""
-        found = state_dict.get(STATE)
-        if found is not None:
-            plans = [decode(packed.numpy().tobytes(), EpochPlan) for packed in found["plans"]]
-            epoch, index = found["position"]
+        saved = state_dict.get(STATE)
+        if saved is not None:
+            plans = [decode(packed.numpy().tobytes(), EpochPlan) for packed in saved["plans"]]
+            epoch, index = saved["position"]
             self._restored = {plan.epoch: plan for plan in plans}
             self._restored_position = (epoch, index) if epoch in self._restored else None
         self._load(state_dict)
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the scalar metrics for callbacks, except metrics of training, which each trainer logs itself."""
-    entries = [entry.meta for entry in trainer.fit_loop.epoch_loop._results.values()]
-    own = {name for meta in entries for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
-    metrics = trainer.callback_metrics.items()
-    found = {name: float(value) for name, value in metrics if name not in own and value.numel() == 1}
-    ends = accumulate(len(name.encode()) + 16 for name in found)  # bytes of names and values up to each metric
-    fit = (name for name, end in zip(found, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES)
-    sent = {name: found[name] for name in islice(fit, MAX_PLAN_METRICS)}
-    if unsent := sorted(found.keys() - sent):
-        _log.warning("Other trainers do not get %d of the metrics of validation: %s.", len(unsent), unsent[:3])
+    """Return the scalar metrics for callbacks, as far as they fit into a plan, without metrics of training."""
+    metas = [entry.meta for entry in trainer.fit_loop.epoch_loop._results.values()]
+    in_training = {name for meta in metas for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
+    metrics = {
+        name: float(value)
+        for name, value in trainer.callback_metrics.items()
+        if name not in in_training and value.numel() == 1
+    }
+    ends = accumulate(len(name.encode()) + 16 for name in metrics)  # bytes of names and values up to each metric
+    fit = (name for name, end in zip(metrics, ends, strict=True) if len(name) <= MAX_TEXT and end <= MAX_METRIC_BYTES)
+    sent = {name: metrics[name] for name in islice(fit, MAX_PLAN_METRICS)}
+    if unsent := sorted(metrics.keys() - sent):
+        _log.warning("Other trainers do not get %d of the validation metrics: %s.", len(unsent), unsent[:3])
     return sent
 
 
 @contextmanager
 def without_resume_warning() -> Iterator[None]:
-    """Silence Lightning's warning that a loader cannot resume in the middle of an epoch, because here it can."""
+    """Silence Lightning's warning that a loader cannot resume in the middle of an epoch; in a swarm it can."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
         yield
 
 
 def set_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
-    """Write into a checkpoint with which batch its run continues, in place of the saved position."""
-    found = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
-    if found is not None and position is not None:
-        found["position"] = list(position)
+    """Replace the position in the data that a checkpoint has, if it has one."""
+    saved = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
+    if saved is not None and position is not None:
+        saved["position"] = list(position)
 
 
 def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:

@@ -24,13 +24,14 @@ _log = logging.getLogger(__name__)
 RandomState = dict[str, Any]
 
 _WITH_SAMPLERS: Final = (DataLoader, SharedLoader)
-_READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # it lets `training_step(self, dataloader_iter)` read batches
+_STEP_FETCHER: Final = "_DataLoaderIterDataFetcher"  # from it `training_step(self, dataloader_iter)` reads the batches
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPosition:
     """A position in an epoch, after one of its batches."""
 
+    # Random states at three times.
     at_iterator: RandomState  # when the epoch's iterator was made
     at_first_batch: RandomState  # before the epoch's first batch was read
     at_next_batch: RandomState  # before the next batch is read
@@ -38,7 +39,7 @@ class BatchPosition:
 
 
 class DataPosition:
-    """Follows the training loop's position in its data until `close`, after returning it to any given position."""
+    """Follows the training loop's position in its data until `close`. First returns the loop to a given position."""
 
     def __init__(
         self,
@@ -50,18 +51,18 @@ class DataPosition:
         take_early_state: Callable[[], RandomState | None],
     ) -> None:
         self._loop = trainer.fit_loop.epoch_loop
-        self._resume_at = resume_at  # position to resume at in the first epoch; None for Lightning's own
-        self._on_batch = on_batch  # called between two batches, the next one not read yet, and before the first batch
+        self._resume_at = resume_at  # position to resume at in the first epoch; None where Lightning itself begins
+        self._on_batch = on_batch  # called before the first batch, and after each batch before the next one is read
         self._on_arrival = on_arrival  # called before the first batch that is not skipped
         # Returns the random state in which Lightning made the epoch's iterator, if it did so before the loop began.
         self._take_early_state = take_early_state
-        self._in_first_epoch = True  # the current epoch is the first that this object sees
+        self._in_first_epoch = True  # no epoch has begun since this object was made
         self._generators: Sequence[torch.Generator] = ()  # generators of the loop's loaders
         self._at_iterator = self._at_first_batch = random_state()
-        # Batches of the epoch that were read before this iterator was made. Example: a checkpoint that was saved after
-        # 5 batches is loaded, so Lightning makes an iterator that begins anew, and this number is 5. When 8 batches are
-        # ready, the position is `num_batches` = 8 - 5 = 3. To return there from 8 ready batches, 3 batches of a new
-        # iterator are skipped, this number is 8 - 3 = 5 again, and the fetcher has fetched 3 + 5 = 8 batches.
+        # Batches of the epoch that were read before its current iterator was made. Example: a checkpoint is loaded that
+        # was saved after 5 batches. Lightning makes a new iterator, from the first batch, and this number is 5. When 8
+        # batches are ready, the position is `num_batches` = 8 - 5 = 3. To return there, 3 batches of a new iterator are
+        # skipped, this number is 8 - 3 = 5 again, and the fetcher has fetched 3 + 5 = 8 batches.
         self._num_before = 0
         self._overrides = (
             Override(self._loop, "on_run_start", self._epoch_begins),
@@ -79,12 +80,12 @@ class DataPosition:
     def position(self) -> BatchPosition:
         """Return the position between two batches."""
         # Loaders with an entry in the loop's state save their own position.
-        loaders_know = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
-        num_batches = None if loaders_know else self._loop.batch_progress.current.ready - self._num_before
+        save_position = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
+        num_batches = None if save_position else self._loop.batch_progress.current.ready - self._num_before
         return BatchPosition(
             at_iterator=self._at_iterator,
             at_first_batch=self._at_first_batch,
-            at_next_batch=random_state(() if loaders_know else self._generators),
+            at_next_batch=random_state(() if save_position else self._generators),
             num_batches=num_batches,
         )
 
@@ -106,9 +107,9 @@ class DataPosition:
             return
         iterator, state = data_fetcher.iterator, random_state(self._generators)
         self._begin(data_fetcher)
-        # An iterator that Lightning made before the loop began has the random state of that time.
-        is_older = data_fetcher.iterator is iterator
-        self._at_iterator = (state_before_loop or state) if is_older else state
+        # If Lightning made the iterator before the loop began, the iterator has the random state of that time.
+        made_before_loop = data_fetcher.iterator is iterator
+        self._at_iterator = (state_before_loop or state) if made_before_loop else state
         self._at_first_batch = random_state(self._generators)
         self._num_before = self._loop.batch_progress.current.ready
         if self._in_first_epoch:
@@ -120,10 +121,10 @@ class DataPosition:
         self._at_iterator, self._at_first_batch = position.at_iterator, position.at_first_batch
         num_ready = self._loop.batch_progress.current.ready
         self._num_before = num_ready - (position.num_batches or 0)
-        if position.num_batches is None or type(data_fetcher).__name__ == _READS_ITSELF:
+        if position.num_batches is None or type(data_fetcher).__name__ == _STEP_FETCHER:
             self._begin(data_fetcher)
         else:
-            # A loader's batches follow from the random state that it begins with, so read them again and skip them.
+            # A loader's batches depend only on the random state at its start, so read them again and skip them.
             set_random_state(position.at_iterator, self._generators)
             iter(data_fetcher)
             set_random_state(position.at_first_batch, self._generators)
@@ -131,10 +132,10 @@ class DataPosition:
                 next(data_fetcher)
             fetched, done = data_fetcher.fetched, data_fetcher.done
             self._begin(data_fetcher)
-            # `_begin` added all ready batches to `fetched`, which has the skipped ones already.
+            # `_begin` added all ready batches to `fetched`, which included the skipped batches already.
             data_fetcher.fetched = fetched + self._num_before
             data_fetcher.done = done or data_fetcher.fetched == data_fetcher.length
-        # The loop is at its exact position, so Lightning must not adjust it as after loading a file.
+        # The loop is at its exact position, so Lightning must not adjust it, as it does after loading a file.
         self._loop.restarting = False
         self._loop.trainer.fit_loop._restarting = False
         self._on_arrival()
@@ -146,12 +147,12 @@ class DataPosition:
 
 
 def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
-    """Move a checkpoint's loop back by `number` batches, which its weights do not include yet."""
+    """Move a checkpoint's loop back by its last `number` batches, which its weights do not include yet."""
     loop = checkpoint["loops"]["fit_loop"]
     if "combined_loader" in loop["state_dict"]:
         _log.warning(
-            "A DataLoader that keeps its own position was read %d batches further than the weights that are saved: a "
-            "run that resumes from this checkpoint skips these batches. Save where an epoch ends.",
+            "A DataLoader that saves its own position is %d batches ahead of the saved weights, so a run that resumes "
+            "from this checkpoint skips these batches. Save at the end of an epoch.",
             number,
         )
         return
@@ -163,7 +164,7 @@ def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
 
 
 def generators_of(loaders: Iterable[object]) -> list[torch.Generator]:
-    """Return the generators of loaders and their samplers that replace the process's own."""
+    """Return the generators that loaders and their samplers draw from in place of the process's own."""
     return [
         generator for loader in loaders if isinstance(loader, _WITH_SAMPLERS) for generator in own_generators(loader)
     ]
@@ -184,8 +185,9 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
     """Set all generators to a state. Raises ConfigError if the number of the loaders' generators differs."""
     if len(state["own"]) != len(generators):
         raise ConfigError(
-            f"the training loaders of the run draw from {len(state['own'])} generators of their own, and those here "
-            f"have {len(generators)}. Give every peer that may take the run over the same loaders and samplers."
+            f"the training loaders must have as many generators of their own as in the run's former lead, which had "
+            f"{len(state['own'])}, got {len(generators)}. Give every peer that may take over the run the same loaders "
+            "and samplers."
         )
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

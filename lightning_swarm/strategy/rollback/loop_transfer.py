@@ -1,4 +1,4 @@
-"""Records the states of a trainer's loop, and packs the lead's states, without pickle, for standbys."""
+"""Records the states of a trainer's loop, and packs the lead's states for standbys, without pickle."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ class LoopRecorder:
         self._loop = loop
         self._snapshot_interval_s = snapshot_interval_s  # None if no snapshots are ordered
         self._first_step = session.version
-        self._newest: OrderedSnapshots | None = None  # newest order of snapshots in this run
+        self._newest_order: OrderedSnapshots | None = None  # newest order of snapshots in this run
         self._newest_sent: int | None = None  # version of the state that standbys have
-        self._left_out: set[str] = set()  # parts that cannot travel, and that a warning has named
-        loop.on_grant = self._granted
+        self._left_out: set[str] = set()  # parts that cannot be sent, and that a warning has named
+        loop.on_grant = self._record_grant
 
     def clear(self) -> None:
         """Forget all states and snapshots, which are void."""
         self.states.clear()
-        self._newest = None
+        self._newest_order = None
 
-    def _granted(self, news: RunNews) -> None:
-        self.states.granted(news)
-        self._find_newest()
+    def _record_grant(self, news: RunNews) -> None:
+        self.states.record_grant(news)
+        self._find_newest_order()
         self._replicate()
 
     def between_batches(self, position: DataPosition) -> None:
         """Save the state of the loop between two batches, if a snapshot may fit it."""
-        self._find_newest()
-        self.states.prune(self._versions)
+        self._find_newest_order()
+        self.states.prune(self._kept_versions)
         version, completed = self._session.version, self._session.completed_places
         if self._may_have_snapshot(version, completed):
             self.states.save(version, completed, position.position, self._loop.logs.pending)
@@ -81,24 +81,24 @@ class LoopRecorder:
 
     # ------------------------------------------------------------------ snapshots
 
-    def _find_newest(self) -> None:
+    def _find_newest_order(self) -> None:
         """Find the newest order of snapshots, from this peer's server or from the trainer's newest record."""
         record, ordered = self._session.newest_record, self._peer.ordered
         if record is not None and record.snapshot is not None and record.step >= self._first_step:
             from_record = OrderedSnapshots(record.step + 1, record.snapshot.keep, time.monotonic())
             ordered = from_record if ordered is None or ordered.version < from_record.version else ordered
-        if ordered is not None and (self._newest is None or ordered.version > self._newest.version):
-            self._newest = ordered
+        if ordered is not None and (self._newest_order is None or ordered.version > self._newest_order.version):
+            self._newest_order = ordered
 
     @property
-    def _versions(self) -> list[int]:
-        """Return the versions of the snapshots that servers keep."""
-        newest = self._newest
+    def _kept_versions(self) -> list[int]:
+        """The versions of the snapshots that servers keep."""
+        newest = self._newest_order
         return [] if newest is None else [version for version in (newest.keep, newest.version) if version is not None]
 
     def _may_have_snapshot(self, version: int, completed: Collection[int]) -> bool:
-        """Return whether a snapshot may fit a loop that has counted to `version`, with `completed` batches since."""
-        newest = self._newest
+        """Return whether a snapshot may fit a loop at `version` that has `completed` batches in the step after it."""
+        newest = self._newest_order
         if newest is not None and newest.version == version and not completed:
             return True
         if not self._session.is_shared or self._snapshot_interval_s is None:
@@ -115,12 +115,12 @@ class LoopRecorder:
     def _replicate(self) -> None:
         """Send the lead's newest state to the standbys if it fits a snapshot, between two batches or after a grant."""
         session, version = self._session, self._session.version
-        if not session.is_lead or version == self._newest_sent or version not in self._versions:
+        if not session.is_lead or version == self._newest_sent or version not in self._kept_versions:
             return
         point = self.states.find(version)
-        if point is None or point.news_at(version).lost:
+        if point is None or point.uncounted_at(version).lost:
             return
-        # Another trainer can use the state only if batches have numbers, by which all know the position in the data.
+        # Another trainer can use the state only if batches have numbers, which give the position in all trainers' data.
         if session.is_shared and STATE not in point.state.checkpoint["loops"]["fit_loop"]["state_dict"]:
             return
         self._newest_sent = version
@@ -132,7 +132,7 @@ class LoopRecorder:
 
 
 _MODULE_KEYS: Final = ("hparams_name", "hparams_type", "hyper_parameters")
-"""Entries of a checkpoint that are left out, because the next lead's module and data module have their own."""
+"""Parts of the names of a checkpoint's entries that are left out, because the next lead's own modules have them."""
 
 _LOG_OPTIONS: Final = (*LOG_OPTIONS, "enable_graph", "add_dataloader_idx", "metric_attribute")
 """Options of `self.log` that Lightning keeps."""
@@ -141,39 +141,38 @@ _LOG_OPTIONS: Final = (*LOG_OPTIONS, "enable_graph", "add_dataloader_idx", "metr
 def pack(point: ResumePoint, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
     """Pack a state that fits the weights of `version`; `position` is the first batch that they do not include.
 
-    `left_out` collects parts that a warning has named. Raises NotPlain if the loop's own state cannot travel.
+    `left_out` collects parts that a warning has named. Raises NotPlain if the loop's own state cannot be sent.
     """
     state = point.state
-    parts = partial(_plain_parts, left_out=left_out)
-    # See `Pending`: for each metric, whether it has a value for each batch; and the metrics' contents by lease.
-    logs, (followed, added) = state.pending
+    plain = partial(_plain_parts, left_out=left_out)
+    logs, (followed, added) = state.pending  # see `Pending`
     checkpoint = {
         key: value for key, value in state.checkpoint.items() if not any(ignored in key for ignored in _MODULE_KEYS)
     }
     rest = {key: value for key, value in checkpoint.items() if key not in (*NEEDED, "callbacks")}
-    own: dict[str, Any] = {
+    sent: dict[str, Any] = {
         **{key: checkpoint[key] for key in NEEDED if key in checkpoint},
-        "callbacks": parts(checkpoint.get("callbacks", {}), "the state of callback"),
-        **parts(rest, "what is saved as"),
+        "callbacks": plain(checkpoint.get("callbacks", {}), "the state of callback"),
+        **plain(rest, "the checkpoint's entry"),
     }
-    results = {name: _entry(entry, gathered) for name, (entry, gathered) in state.results.items()}
+    results = {name: _pack_result(result, contents) for name, (result, contents) in state.results.items()}
     travelling = TravellingLoop(
-        checkpoint=own,
+        checkpoint=sent,
         parameter_names=list(state.parameter_names),
         made=state.position.at_iterator,
         first=state.position.at_first_batch,
         now=state.position.at_next_batch,
         num_batches=state.position.num_batches,
-        metrics=parts(state.metrics, "what was gathered by metric"),
+        metrics=plain(state.metrics, "the contents of metric"),
         attributes={name: dict(values) for name, values in state.attributes.items()},
-        results=parts(results, "what was logged in the epoch as"),
-        shown={name: parts(found, "the value shown as") for name, found in state.shown.items()},
+        results=plain(results, "the epoch's logged result"),
+        shown={name: plain(values, "the displayed value") for name, values in state.shown.items()},
         logging=dict(state.logging),
         followed=dict(followed),
         logs={lease: list(map(encode, batch)) for lease, batch in logs.items()},
-        added={lease: _sent(metric_states.pack(*part) for part in batch) for lease, batch in added.items()},
+        added={lease: _join(metric_states.pack(*part) for part in batch) for lease, batch in added.items()},
         num_counted=point.loop_version,
-        heard=[_pack_record(record) for record in point.news_at(version).records],
+        heard=[_pack_record(record) for record in point.uncounted_at(version).records],
         position=position,
     )
     return plain_values.pack(msgspec.structs.asdict(travelling))
@@ -195,10 +194,10 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
         ),
         metrics=travelled.metrics,
         attributes=travelled.attributes,
-        results=_results(travelled.results, trainer),
+        results=_unpack_results(travelled.results, trainer),
         shown=travelled.shown,
         logging=travelled.logging,
-        pending=_pending(travelled, trainer),
+        pending=_unpack_pending(travelled, trainer),
     )
     news = RunNews(version, [_unpack_record(*record) for record in travelled.heard])
     return ResumePoint(state, travelled.num_counted, version, (), news)
@@ -206,47 +205,47 @@ def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
 
 def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
     """Return the files that callbacks refer to, but that are not on this machine."""
-    found = (
+    paths = (
         path
         for state in checkpoint.get("callbacks", {}).values()
         if isinstance(state, Mapping)
         for name in ("best_model_path", "last_model_path")
         if isinstance(path := state.get(name), str) and path
     )
-    return sorted({path for path in found if "://" not in path and not Path(path).exists()})
+    return sorted({path for path in paths if "://" not in path and not Path(path).exists()})
 
 
-def _plain_parts(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
-    """Return the parts that `plain_values` can pack, and warn of the rest: callbacks and hooks may keep anything."""
-    found = {}
-    for name, part in parts.items():
+def _plain_parts(parts: Mapping[str, Any], description: str, *, left_out: set[str]) -> dict[str, Any]:
+    """Return the parts that `plain_values` can pack, and warn of all other parts. `description` says what they are."""
+    plain = {}
+    for name, part in parts.items():  # callbacks and hooks may keep any objects
         try:
             plain_values.pack(part)
         except NotPlain as error:
-            if f"{what} {name!r}" not in left_out:
-                left_out.add(f"{what} {name!r}")
+            if f"{description} {name!r}" not in left_out:
+                left_out.add(f"{description} {name!r}")
                 _log.warning(
-                    "If another peer takes over this run, %s %r begins anew there, because it cannot be sent: %s.",
-                    what,
+                    "If another peer takes over this run, it will lack %s %r, which cannot be sent: %s.",
+                    description,
                     name,
                     error,
                 )
         else:
-            found[name] = part
-    return found
+            plain[name] = part
+    return plain
 
 
 # ---------------------------------------------------------------------- logs and metrics that trainers share
 
 
-def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics:
+def _join(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics:
     parts = list(packed)
     return [encode(state) for state, _ in parts], [tensor for _, tensors in parts for tensor in tensors]
 
 
-def _pack_record(heard: DecidedRecord) -> tuple[bytes, list[bytes], list[SentMetrics]]:
-    metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in heard.metrics]
-    return encode(heard.record), list(map(encode, heard.logs)), metrics
+def _pack_record(decided: DecidedRecord) -> tuple[bytes, list[bytes], list[SentMetrics]]:
+    metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in decided.metrics]
+    return encode(decided.record), list(map(encode, decided.logs)), metrics
 
 
 def _unpack_record(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> DecidedRecord:
@@ -256,7 +255,7 @@ def _unpack_record(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentM
     return DecidedRecord(decode(record, Record), [decode(value, LoggedValue) for value in logs], unpacked)
 
 
-def _pending(travelled: TravellingLoop, trainer: Trainer) -> Pending:
+def _unpack_pending(travelled: TravellingLoop, trainer: Trainer) -> Pending:
     """Unpack the logged values and metric contents of batches that no record counts yet."""
     modules = dict(trainer.lightning_module.named_modules())
 
@@ -265,9 +264,9 @@ def _pending(travelled: TravellingLoop, trainer: Trainer) -> Pending:
         rest = iter(tensors)
         for packed in states:
             state = decode(packed, MetricState)
-            own, metric = list(islice(rest, sum(state.lengths))), modules.get(state.name)
+            parts, metric = list(islice(rest, sum(state.lengths))), modules.get(state.name)
             if isinstance(metric, Metric):
-                yield state.name, metric_states.unpack(metric, state, own)
+                yield state.name, metric_states.unpack(metric, state, parts)
 
     logs = {lease: [decode(value, LoggedValue) for value in batch] for lease, batch in travelled.logs.items()}
     return logs, (travelled.followed, {lease: list(contents(sent)) for lease, sent in travelled.added.items()})
@@ -276,23 +275,25 @@ def _pending(travelled: TravellingLoop, trainer: Trainer) -> Pending:
 # ---------------------------------------------------------------------- Lightning's results
 
 
-def _entry(entry: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
-    meta = entry.meta
+def _pack_result(result: Any, contents: Mapping[str, Any]) -> dict[str, Any]:
+    meta = result.meta
     return {
         "fx": meta.fx,
         "name": meta.name,
-        "is_tensor": entry.is_tensor,
+        "is_tensor": result.is_tensor,
         "reduce_fx": meta.reduce_fx.__name__,
         "options": {name: getattr(meta, name) for name in _LOG_OPTIONS},
-        "gathered": dict(gathered),
+        "gathered": dict(contents),
     }
 
 
-def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
+def _unpack_results(
+    entries: Mapping[str, Mapping[str, Any]], trainer: Trainer
+) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
     """Create Lightning's results again, as `self.log` does, except results of metrics that this module lacks."""
     results = type(trainer.fit_loop.epoch_loop._results)(training=True)
     modules = dict(trainer.lightning_module.named_modules())
-    made = {}
+    unpacked = {}
     for key, entry in entries.items():
         options, device = dict(entry["options"]), trainer.strategy.root_device
         value = torch.tensor(0.0, device=device) if entry["is_tensor"] else modules.get(options["metric_attribute"])
@@ -307,5 +308,5 @@ def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict
             batch_size=1,
             **options,
         )
-        made[key] = results[key], entry["gathered"]
-    return made
+        unpacked[key] = results[key], entry["gathered"]
+    return unpacked

@@ -1,4 +1,10 @@
-"""Rolls a fit back: chooses a snapshot after an error, ends the run, and resumes the loop in the next run there."""
+"""Rolls a fit back after an error: chooses a snapshot, ends the run, and resumes the loop from it in the next run.
+
+`prepare` is called with the error. It chooses the target by this process's role: the lead chooses the snapshot, another
+trainer follows the lead's choice, a standby takes over the run of a dead lead, and a trainer that the rollback left out
+joins again. Then `prepare` tears the run down, and returns the path of the target's checkpoint for the next call of the
+Trainer's function. In the next run, `begin_run` restores the loop's state at its position in the data.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +49,13 @@ _TRIAL: Final = (
 )
 
 _NO_SNAPSHOT: Final = (
-    "The run cannot go on without the peers that are gone, and there is no snapshot to roll back to: one needs a "
-    "server of another stage, and is taken at the run's first step and every `Limits.snapshot_interval` seconds."
+    "The run cannot continue without the lost peers, and there is no snapshot to roll back to. Snapshots need servers "
+    "of other stages, and are made at the run's first step and every `Limits.snapshot_interval` seconds."
 )
 
-_BEHIND: Final = (
-    "The run rolls back to step {}, and this trainer kept nothing of its loop that belongs there. The others go on "
-    "without it."
+_NO_STATE: Final = (
+    "The run rolls back to step {}, but this trainer kept no state of its loop for that step. The other trainers "
+    "continue without it."
 )
 
 
@@ -59,22 +65,23 @@ class RollbackTarget:
 
     version: int  # version of the weights
     path: Path  # an ordinary checkpoint; without weights at a trainer that does not lead
-    resume_point: ResumePoint  # the state that such a file does not hold
-    num_tries: int = 0
+    resume_point: ResumePoint  # the loop's state, which such a file does not hold
+    num_tries: int = 0  # number of runs that began here
 
 
 class Rollback:
-    """Decides where a trainer's fit resumes after an error, ends the run, and resumes the next run's loop there."""
+    """Chooses the snapshot from which a trainer's fit resumes after an error, and resumes the next run's loop there."""
 
     def __init__(self, strategy: StrategyBase) -> None:
         self._strategy = strategy
         self.is_rolling_back = False  # Lightning's teardown is under way, and the fit will resume
-        # At a trainer beside the lead: gives it back the decisions that such a trainer leaves to the lead.
+        # On a trainer that is not the lead: restores the callbacks and limits that only a lead uses.
         self.restore_lead_role: Callable[[], None] = lambda: None
-        self.begins_anew = False  # the loop begins beside a new lead, like a trainer that joins the run
+        # The run has a new lead, which this loop's states do not fit: the loop begins like a joining trainer's.
+        self.follows_new_lead = False
         self._recorder: LoopRecorder | None = None  # records the current run
-        self.states: LoopStates | None = None  # states of the loop in this run
-        self._position: DataPosition | None = None  # the loop's position in the current run
+        self.states: LoopStates | None = None  # states of the loop in the current run
+        self._position: DataPosition | None = None  # the loop's position in the current run's data
         self._offered: dict[int, ResumePoint] = {}  # version -> point that this trainer has offered to the lead
         self._target: RollbackTarget | None = None
         self.is_resuming = False  # the loop has not reached the target yet
@@ -82,7 +89,7 @@ class Rollback:
         self._random_after_loaders: RandomState | None = None  # after the newest loader was made
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []  # callbacks that try values before training
-        self._found: list[Override] = []  # disable finders that have found a value
+        self._disabled_finders: list[Override] = []  # these have found their values, and must not run again
         self.membership: Membership | None = None  # the members of the run, through all its generations
 
     def __reduce__(self) -> tuple[type[Rollback], tuple[StrategyBase]]:  # a copy must not refer to the run
@@ -98,24 +105,23 @@ class Rollback:
             peer.lead.versions_kept = lambda: states.versions
         else:
             peer.follower.set_can_resume(self._offer_to_resume)
-        self._offered, self.begins_anew = {}, False
+        self._offered, self.follows_new_lead = {}, False
         self._position_at = session.run.position_at
         self._finders = callbacks_of(trainer, *checks.TRIAL_CALLBACKS)
         if session.is_lead:
-            session.set_can_go_back(partial(self._can_go_back, trainer, peer))
+            session.set_can_go_back(partial(self._can_roll_back, trainer, peer))
             session.set_resumable_versions(lambda: states.versions)
 
         def arrive() -> None:
-            """Restore the loop's state when the data are at the target's position."""
-            # The loop has received these records, but not acted on them. It does so at its next batch, as if they had
-            # come while that batch waited for a place.
+            """Restore the loop's state once the data are at the target's position."""
             self.is_resuming = False
             assert self._target is not None
             version, point = self._target.version, self._target.resume_point
             restore_metrics(trainer, point.state)
-            uncounted = point.news_at(version)
-            loop.recall(point.loop_version, uncounted, point.state.pending)
-            states.resume(ResumePoint(point.state, point.loop_version, version, completed=(), before=uncounted))
+            # The loop counts these records at its next batch, as if they came while that batch waited for its grant.
+            uncounted = point.uncounted_at(version)
+            loop.resume(point.loop_version, uncounted, point.state.pending)
+            states.resume(ResumePoint(point.state, point.loop_version, version, completed=(), uncounted=uncounted))
 
         resume_at = None if not self.is_resuming or self._target is None else self._target.resume_point.state.position
         self._position = DataPosition(
@@ -127,19 +133,19 @@ class Rollback:
         if self._recorder is not None:
             self._recorder.clear()
 
-    def loader_made(self, loader: object) -> None:
-        """Record the random state, because Lightning makes the loaders' iterators as soon as it has all loaders."""
+    def record_loader(self, loader: object) -> None:
+        """Record the random state after a loader was made: Lightning makes the iterators right after all loaders."""
         self._loaders.append(loader)
         self._random_after_loaders = random_state(generators_of(self._loaders))
 
     def _take_random_after_loaders(self) -> RandomState | None:
         """Return the random state after the last loader was made, if any was made since the last call."""
         self._loaders = []
-        made, self._random_after_loaders = self._random_after_loaders, None
-        return made
+        state, self._random_after_loaders = self._random_after_loaders, None
+        return state
 
     def load(self, path: object) -> dict[str, Any] | None:
-        """Load the target's checkpoint; None if `path` is another one."""
+        """Load the target's checkpoint; None if `path` is another checkpoint."""
         if self._target is None or str(path) != str(self._target.path):
             return None
         # This process has written the file, and callbacks may keep arbitrary objects in it.
@@ -151,19 +157,19 @@ class Rollback:
         """Return the first step of the run that resumes at the target; the loop may have counted fewer records."""
         return None if self._target is None else self._target.version
 
-    async def _can_go_back(self, trainer: Trainer, peer: Peer) -> bool:
-        """Return, on the swarm's event loop of the lead, whether the run can roll back to a snapshot."""
+    async def _can_roll_back(self, trainer: Trainer, peer: Peer) -> bool:
+        """Return whether the run can roll back to a snapshot. Runs at the lead, on the swarm's event loop."""
         if any(finder not in trainer.callbacks for finder in self._finders):  # type: ignore[attr-defined]
             return False
         return await peer.lead.has_snapshot() or (self._target is not None and self._target.num_tries < _MAX_TRIES)
 
     def _offer_to_resume(self, version: int, counts: Counts) -> bool:
-        """Return whether this loop can resume at a version, and keep that state. Runs on the swarm's event loop."""
+        """Return whether this loop can resume at a version, and keep its state. Runs on the swarm's event loop."""
         states = self.states  # read once, because the trainer's own thread may reset it meanwhile
-        found = states.find(version, counts) if states is not None else None
-        if found is not None:
-            self._offered[version] = found
-        return found is not None or version == self.first_step
+        point = states.find(version, counts) if states is not None else None
+        if point is not None:
+            self._offered[version] = point
+        return point is not None or version == self.first_step
 
     def _discard_states(self) -> None:
         """Forget the target and the offered states, so that the loop resumes from none of its own states."""
@@ -172,34 +178,34 @@ class Rollback:
 
     def _follow_lead(self, version: int, error: SwarmError) -> RollbackTarget | None:
         """Return the target at the lead's version; None, with a note on the error, if this loop kept no such state."""
-        found = self._offered.get(version)
-        if found is not None:
-            self._set_target(version, found, {}, {})
+        point = self._offered.get(version)
+        if point is not None:
+            self._set_target(version, point, {}, {})
         if self._target is None or self._target.version != version:
-            error.add_note(_BEHIND.format(version))
+            error.add_note(_NO_STATE.format(version))
             return None
         self.is_resuming = True
         return self._target
 
     def take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
-        """Take over the run of a lead that is gone; return the target to resume at.
+        """Take over the run of a lead that is gone; return the target to resume at. The caller changes the rank.
 
-        The strategy's own role stays as it is; `_become_lead` changes it.
+        Raises StepError if the run cannot resume here.
         """
         version, value = peer.take_over()
         try:
             point = loop_transfer.unpack(value, version, trainer)
-            whole = peer.lead.gather_snapshots([version])
-            if whole is None:
+            snapshot = peer.lead.gather_snapshots([version])
+            if snapshot is None:
                 raise StageLost(f"the servers have no snapshot of all stages at version {version}. {_NO_SNAPSHOT}")
-            target = self._set_target(version, point, whole.weights, whole.optimizer)
+            target = self._set_target(version, point, snapshot.weights, snapshot.optimizer)
         except Exception as error:
             peer.lead.give_up()
-            raise StepError(f"this peer was to take the run over, and cannot: {error}") from error
+            raise StepError(f"this peer must take over the run, but cannot: {error}") from error
         missing = loop_transfer.missing_files(point.state.checkpoint)
         if missing:
             _log.warning(
-                "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
+                "The run's former lead wrote files that are not on this machine; they stay where they are: %s",
                 ", ".join(missing),
             )
         self.is_resuming = True
@@ -210,14 +216,14 @@ class Rollback:
         return target
 
     def _find_lead_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
-        """Choose, at the lead, the target after an error; None, maybe with a note on the error, if there is none."""
+        """Choose, at the lead, the target after an error; None if the run cannot roll back (a note says why)."""
         if isinstance(error, Replaced) or (self.states is None and self._target is None):
             return None
         try:
-            if peer.lead.run is not None:  # None if the run that should resume at the target could not begin
-                is_spoilt = isinstance(error, FalseWorkCounted)
-                if not is_spoilt and not peer.lead.why_cannot_continue(wait=not isinstance(error, StageLost)):
-                    return None
+            if peer.lead.run is not None:  # otherwise the next run could not begin, so try its target again
+                counted_false_work = isinstance(error, FalseWorkCounted)
+                if not counted_false_work and not peer.lead.why_cannot_continue(wait=not isinstance(error, StageLost)):
+                    return None  # the run lacks nothing, so a rollback would not help
                 replaced = peer.lead.why_replaced()
                 if replaced:
                     error.add_note(f"The run does not roll back here: {replaced}")
@@ -235,33 +241,33 @@ class Rollback:
         self._target.num_tries += 1
         self.is_resuming = True
         # The finders have found their values, which the run keeps.
-        self._found += [Override(finder, "on_fit_start", lambda *_: None) for finder in self._finders]
+        self._disabled_finders += [Override(finder, "on_fit_start", lambda *_: None) for finder in self._finders]
         return self._target
 
     def _choose_target(self, peer: Peer, error: SwarmError) -> None:
-        """Choose the newest snapshot of this run from which all other trainers can resume, too, if there is one.
+        """Choose this run's newest snapshot from which all trainers can resume; without one, keep the former target.
 
         If false work counted, choose the newest snapshot from before it, or else the oldest.
         """
         states = self.states
         versions = peer.lead.versions_of_all(states.versions) if states is not None and states.versions else ()
-        sound = error.sound if isinstance(error, FalseWorkCounted) else None
-        whole = peer.lead.gather_snapshots(versions, sound) if versions else None
-        found = states.find(whole.version) if states is not None and whole is not None else None
-        if whole is not None and found is not None:
-            self._set_target(whole.version, found, whole.weights, whole.optimizer)
+        last_sound = error.sound if isinstance(error, FalseWorkCounted) else None
+        snapshot = peer.lead.gather_snapshots(versions, last_sound) if versions else None
+        point = states.find(snapshot.version) if states is not None and snapshot is not None else None
+        if snapshot is not None and point is not None:
+            self._set_target(snapshot.version, point, snapshot.weights, snapshot.optimizer)
         elif self._target is not None and not peer.lead.versions_of_all([self._target.version]):
             self._forget_target()  # other trainers can no longer resume at the former target either
 
     def _set_target(
-        self, version: int, found: ResumePoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
+        self, version: int, point: ResumePoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
     ) -> RollbackTarget:
         """Write the checkpoint of a version to a file, and make it the target."""
-        checkpoint = found.state.complete(weights, optimizer)
+        checkpoint = point.state.complete(weights, optimizer)
         set_position(checkpoint, self._position_at(version))
         path = _write(checkpoint, f"step={version}.ckpt")
         self._forget_target()
-        self._target = RollbackTarget(version=version, path=path, resume_point=found)
+        self._target = RollbackTarget(version=version, path=path, resume_point=point)
         return self._target
 
     def end_run(self) -> None:
@@ -274,9 +280,9 @@ class Rollback:
         """Forget the target and all states when the fit is over."""
         self.end_run()
         self._forget_target()
-        self.is_resuming, self.begins_anew = False, False
-        while self._found:
-            self._found.pop().remove()
+        self.is_resuming, self.follows_new_lead = False, False
+        while self._disabled_finders:
+            self._disabled_finders.pop().remove()
         self._finders, self.membership = [], None
 
     def _forget_target(self) -> None:
@@ -289,31 +295,32 @@ class Rollback:
     def prepare(self, trainer: Trainer, error: SwarmError) -> str | None:
         """Prepare to call the Trainer's function again after an error.
 
-        Returns the checkpoint to resume from; empty to join the run anew; None if the run cannot or need not roll back.
+        Returns the checkpoint to resume from; empty to join the run again without a checkpoint; None if the run cannot
+        or need not roll back, so that the error must be raised.
         """
         strategy = self._strategy
         if strategy.peer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
-        found = self._find_target(trainer, strategy.peer, error)
-        if found is None:
+        version_and_path = self._find_target(trainer, strategy.peer, error)
+        if version_and_path is None:
             return None
-        version, path = found
+        version, path = version_and_path
         events = strategy.peer.events
-        report = events.note if strategy.is_global_zero else events.log_only  # the lead counts it once for the swarm
+        report = events.note if strategy.is_global_zero else events.log_only  # the lead counts a rollback once for all
         report("went_back", step=version, reason=str(error.__cause__ or error))
-        trainer.training = True  # it may have been validating
+        trainer.training = True  # the error may have come in a validation
         with changed(self, is_rolling_back=True):
             trainer._teardown()
         trainer.training, trainer.should_stop = True, False
         return path
 
     def _find_target(self, trainer: Trainer, peer: Peer, error: SwarmError) -> tuple[int, str] | None:
-        """Return the version of the weights, and the checkpoint as in `prepare`. This peer may become the lead."""
+        """Return the version of the weights to resume at, and `prepare`'s result. This peer may become the lead."""
         strategy = self._strategy
         if strategy.is_global_zero:
             target = self._find_lead_target(trainer, peer, error)
         elif isinstance(error, WentBack) and not peer.follower.is_rolling_back and strategy.joined is not None:
-            # The run rolled back without this trainer, because its server was not in the run. Join the run again.
+            # The run rolled back without this trainer, because this peer's server was not in it. Join the run again.
             view = peer.follower.find_run_again()
             if view is None:
                 return None
@@ -326,7 +333,7 @@ class Rollback:
                 return None
             if not peer.must_take_over and peer.follower.has_new_lead:
                 self._discard_states()  # this loop's states do not fit a new lead's state
-                self.begins_anew = True
+                self.follows_new_lead = True
                 return version, ""
             target = self._become_lead(trainer, peer) if peer.must_take_over else self._follow_lead(version, error)
         return None if target is None else (target.version, str(target.path))
@@ -347,12 +354,12 @@ class Rollback:
 
 def _write(checkpoint: Mapping[str, Any], name: str) -> Path:
     """Write a file into a new folder; if this fails, remove the folder."""
-    with contextlib.ExitStack() as undone:
+    with contextlib.ExitStack() as on_failure:
         try:
             folder = Path(tempfile.mkdtemp(prefix="lightning-swarm-"))
-            undone.callback(shutil.rmtree, folder, ignore_errors=True)
+            on_failure.callback(shutil.rmtree, folder, ignore_errors=True)
             torch.save(checkpoint, folder / name)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             raise no_room(error) from error
-        undone.pop_all()
+        on_failure.pop_all()
     return folder / name

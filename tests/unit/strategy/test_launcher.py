@@ -56,7 +56,9 @@ def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pyte
     launch(first, 2)
     launch(first, 2)
     launch(second, 1)
-    with pytest.raises(ConfigError, match=r"module of the script's first `fit`; this LightningModule is another one"):
+    with pytest.raises(
+        ConfigError, match=r"module of the script's first `fit`; this LightningModule is another module"
+    ):
         launch(second, 2)
     assert started == [2, 2, 1]
 

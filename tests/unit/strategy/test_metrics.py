@@ -57,8 +57,8 @@ def test_one_metric_of_a_collection_brings_those_that_share_its_states() -> None
         assert sent[1] == ([], [])
         train(lead, of_lead, first + 2)
         assert of_lead.finish_batch(counts=True) == ([], [])
-        of_lead.decide([sent[0]])
-        of_lead.replay()
+        of_lead.receive([sent[0]])
+        of_lead.add_received()
     assert values(lead) == whole(0, 2, 3, 5) != whole(0, 1, 2, 3, 5)
     assert values(other) == whole(0, 3), "in its own epoch's end it finds its own batches"
 
@@ -67,10 +67,10 @@ def test_the_lead_may_hear_of_a_metric_before_it_logs_it() -> None:
     lead, other = Module(), Module()
     of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
     train(other, of_other, 0)
-    of_lead.decide([of_other.finish_batch(counts=True)])
+    of_lead.receive([of_other.finish_batch(counts=True)])
     train(lead, of_lead, 1)
     of_lead.finish_batch(counts=True)
-    of_lead.replay()
+    of_lead.add_received()
     assert values(lead) == whole(0, 1)
 
 
@@ -139,11 +139,13 @@ def test_what_no_metric_can_have_added_is_left_out(forged: str, caplog: pytest.L
     of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
     for seed in (0, 2, 4):
         train_growing(lead, of_lead, seed)
-        of_lead.decide([FORGED[forged], train_growing(other, of_other, seed + 1), FORGED[forged]])
-        of_lead.replay()
+        of_lead.receive([FORGED[forged], train_growing(other, of_other, seed + 1), FORGED[forged]])
+        of_lead.add_received()
     assert lead.compute() == of_one_process(*range(6))
     assert lead.validation.update_count == 0
-    assert len([one for one in caplog.records if "is left out" in one.message]) == ("training" not in forged)
+    assert len([one for one in caplog.records if "does not count contents" in one.message]) == (
+        "training" not in forged
+    )
 
 
 def of_other(name: str, **changes: Any) -> LoggedValue:
@@ -169,8 +171,8 @@ def test_how_the_lead_logs_a_name_goes_before_how_others_did_earlier(sent: dict[
             options = {"on_step": True, "on_epoch": True, "sync_dist": True, "batch_size": 2}
             results.log("training_step", name, torch.tensor(2.0), **options)
         logs.finish_batch()
-        logs.decide([] if name else [of_other("rare", **sent), of_other("step", value=float("nan"))], [])
-        logs.replay()
+        logs.receive([] if name else [of_other("rare", **sent), of_other("step", value=float("nan"))], [])
+        logs.add_received()
     logs.release()
     assert list(results) == ["training_step.rare"]
     assert results["training_step.rare"].compute() == mean
@@ -181,8 +183,8 @@ def test_a_metric_of_the_leads_takes_the_place_of_a_number_of_others() -> None:
     logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=None))
     logs.begin_batch(2, 0)
     logs.finish_batch()
-    logs.decide([of_other("mean")], [])
-    logs.replay()
+    logs.receive([of_other("mean")], [])
+    logs.add_received()
     logs.begin_batch(2, 1)
     module.mean.update(2.0)
     results.log("training_step", "mean", module.mean, on_step=True, on_epoch=True, sync_dist=True, batch_size=2)
@@ -194,19 +196,19 @@ def test_a_metric_of_the_leads_takes_the_place_of_a_number_of_others() -> None:
 def test_what_comes_before_the_leads_own_is_judged_with_it() -> None:
     lead, other = Growing(), Growing()
     of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
-    of_lead.decide([train_growing(other, of_other, 1), FORGED["of unequal lengths"]])
+    of_lead.receive([train_growing(other, of_other, 1), FORGED["of unequal lengths"]])
     train_growing(lead, of_lead, 0)
-    of_lead.replay()
+    of_lead.add_received()
     assert lead.compute() == of_one_process(0, 1)
 
 
 def test_what_is_held_for_metrics_that_the_lead_never_logs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_MAX_HELD_BYTES", 10)
+    monkeypatch.setattr(metrics, "_MAX_WAITING_BYTES", 10)
     shared = SharedMetrics(Growing(), {}, max_bytes=None)
     for _ in range(5):
-        shared.decide([([state("validation", 1)], [torch.tensor(1.0)])])
-        shared.replay()
-    assert len(shared._held) == 2
+        shared.receive([([state("validation", 1)], [torch.tensor(1.0)])])
+        shared.add_received()
+    assert len(shared._waiting) == 2
 
 
 def test_a_batch_that_failed_leaves_nothing_behind() -> None:
@@ -215,12 +217,12 @@ def test_a_batch_that_failed_leaves_nothing_behind() -> None:
     train(module, shared, 0)
     shared.finish_batch(counts=True)
     train(module, shared, 1)
-    shared.replay()
+    shared.add_received()
     assert values(module) == whole(0)
 
 
 def test_a_metric_that_the_module_does_not_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"by its place in the LightningModule, where this SumMetric has none\. Make"):
+    with pytest.raises(ConfigError, match=r"must be in the LightningModule.*this SumMetric is not\. Make"):
         SharedMetrics(Module(), {}, max_bytes=None).follow(torchmetrics.SumMetric())
 
 

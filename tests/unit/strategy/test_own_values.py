@@ -159,14 +159,14 @@ def test_what_changes_is_named_once(
 ) -> None:
     values = watched(module)
     for _ in range(3):
-        values.look()
+        values.begin_batch()
         assert not said(caplog)
     change(module)
-    values.look()
+    values.begin_batch()
     (text,) = said(caplog)
     assert f"several trainers train: {name!r}. Each trainer has its own" in text
     change(module)
-    values.look()
+    values.begin_batch()
     assert len(said(caplog)) == 1
 
 
@@ -175,17 +175,17 @@ def test_what_the_run_takes_care_of_is_not_named(
     change: Callable[[Module], Any], module: Module, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = watched(module)
-    values.look()
+    values.begin_batch()
     change(module)
-    values.look()
+    values.begin_batch()
     assert not said(caplog)
 
 
 def test_one_trainer_has_the_plain_trainers_values(module: Module, caplog: pytest.LogCaptureFixture) -> None:
     values = watched(module, num_trainers=1)
-    values.look()
+    values.begin_batch()
     module.plain.value = 5.0
-    values.look()
+    values.begin_batch()
     assert not said(caplog)
 
 

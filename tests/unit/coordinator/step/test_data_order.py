@@ -127,7 +127,7 @@ def test_a_listing_is_known_by_its_digest() -> None:
     assert EpochListing(batches, 2).sizes == [(2, 2)]
     with pytest.raises(IndexError):
         listing[3]
-    with pytest.raises(ConfigError, match="number 1 has none"):
+    with pytest.raises(ConfigError, match="batch 1 has none"):
         EpochListing([[1], []], 2)
 
 

@@ -62,7 +62,7 @@ def test_the_lead_needs_what_others_logged(one: ResumePoint, expected: list[int]
 
 def states(*kept: ResumePoint, is_lead: bool = False) -> LoopStates:
     found = LoopStates(cast(Any, None), (), is_lead=is_lead)
-    found._kept = kept
+    found._points = kept
     return found
 
 
@@ -77,9 +77,9 @@ def test_what_goes_with_no_snapshot_is_forgotten() -> None:
     one, two, three, newest = between(1, news=2), between(2, [0], news=3), between(3, [0], news=4), between(4)
     kept = states(one, two, three, newest)
     kept.prune([2, 4])
-    assert kept._kept == (one, newest)
+    assert kept._points == (one, newest)
     kept.prune([])
-    assert kept._kept == (newest,)
+    assert kept._points == (newest,)
 
 
 def test_the_lead_says_which_versions_it_has() -> None:
@@ -88,6 +88,6 @@ def test_the_lead_says_which_versions_it_has() -> None:
 
 def test_only_the_first_grant_after_it_is_news() -> None:
     kept = states(between(4, [0]))
-    kept.granted(RunNews(6))
-    kept.granted(RunNews(8))
-    assert versions(kept._kept[0]) == [5, 6]
+    kept.record_grant(RunNews(6))
+    kept.record_grant(RunNews(8))
+    assert versions(kept._points[0]) == [5, 6]
