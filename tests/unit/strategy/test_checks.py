@@ -263,7 +263,7 @@ def test_a_second_starter_is_refused_before_anyone_is_told_of_it() -> None:
 
     strategy = UnderWay(role="both", initial_peers=f"192.0.2.1:5/{ID}")
     trainer = L.Trainer(**{**QUIET, "devices": 1, "max_steps": 1}, strategy=strategy)
-    with pytest.raises(ConfigError, match="a run has one starter, and 'swarm' is under way"):
+    with pytest.raises(ConfigError, match="a run has one starter, and run 'swarm' is already in progress"):
         trainer.fit(Net(), loader())
     assert strategy.known == {}
 
