@@ -22,7 +22,7 @@ from lightning_swarm.model.partition import Blocks
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.run import StageManifest, ranges_of
 from lightning_swarm.server.stage_builder import ComputeSettings, PeerModel
-from lightning_swarm.strategy import checks
+from lightning_swarm.strategy import checks, optimizer_checks
 from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.data.on_peers import call_with_data_if_needed
 from lightning_swarm.strategy.framework import ImportTree, tree_of
@@ -215,4 +215,4 @@ def _make_optimizer(module: LightningModule, framework: ImportTree, total_steps:
     with changed(strategy, total_steps=total_steps):  # `estimated_stepping_batches` must return the lead's value
         make, task = module.configure_optimizers, "make the optimizer"
         configured: Any = call_with_data_if_needed(strategy, module.trainer, task, make)
-    return checks.check_optimizers(framework.configure_optimizers(configured)[0])
+    return optimizer_checks.check_optimizers(framework.configure_optimizers(configured)[0])

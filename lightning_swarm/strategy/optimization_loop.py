@@ -29,7 +29,7 @@ from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.run import StepChange
-from lightning_swarm.strategy import checks, stopping
+from lightning_swarm.strategy import checks, optimizer_checks, stopping
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import tree_of
 from lightning_swarm.strategy.loop_counters import (
@@ -338,7 +338,7 @@ class SwarmOptimization:
         return self.trainer.optimizers[0]
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        return checks.hyperparameters(self._optimizer)
+        return optimizer_checks.hyperparameters(self._optimizer)
 
     @property
     def pending_samples(self) -> int:
@@ -522,7 +522,7 @@ class SwarmOptimization:
 
     def send_selection(self) -> None:
         """Send the module's and optimizer's selection of trained parameters to the servers, for the next step."""
-        selection = checks.new_selection(
+        selection = optimizer_checks.new_selection(
             self._session, self.trainer.lightning_module, self._optimizer, self.pending_samples
         )
         if selection is not None:

@@ -28,7 +28,7 @@ from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.manifest import RunSpec
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
-from lightning_swarm.strategy import checks, extra_trainers, model_setup
+from lightning_swarm.strategy import checks, extra_trainers, model_setup, optimizer_checks
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
 from lightning_swarm.strategy.data.shared import SharedData, can_share
 from lightning_swarm.strategy.framework import callbacks_of
@@ -143,13 +143,13 @@ def enter_run(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
     if not strategy.is_global_zero:
         extra_trainers.drop_lead_schedulers(trainer)
     is_fitting = trainer.state.fn == TrainerFn.FITTING
-    selection = read_selection(module, checks.check_optimizers(strategy.optimizers)) if is_fitting else None
+    selection = read_selection(module, optimizer_checks.check_optimizers(strategy.optimizers)) if is_fitting else None
     model = model_setup.peer_model(strategy, module)
     stages = model.build_stages(strategy.ranges)  # refuses a model that cannot be cut, before any peer is called
     written_keys: frozenset[str] = frozenset()
     if is_fitting:
         in_stages = sum(bool(stage.spec.parameters) for stage in stages) > 1
-        written_keys = checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
+        written_keys = optimizer_checks.check_steps(strategy.optimizers[0], module, in_stages=in_stages)
     assert strategy.data is not None
     with contextlib.ExitStack() as undo:
         if strategy.is_shared:  # `undo` also restores the dtype if the run cannot be started
@@ -226,7 +226,9 @@ def _run_spec(strategy: SwarmStrategy, trainer: Trainer, selection: Selection | 
         max_steps=trainer.max_steps if is_limited else None,
         total_steps=_total_steps(trainer) if selection is not None else None,
         optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,
-        unportable=checks.unportable(trainer.optimizers[0], trainer.lightning_module) if selection is not None else "",
+        unportable=optimizer_checks.unportable(trainer.optimizers[0], trainer.lightning_module)
+        if selection is not None
+        else "",
     )
 
 

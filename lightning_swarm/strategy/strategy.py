@@ -43,7 +43,7 @@ from lightning_swarm.protocol.settings import (
     RobustAveraging,
     RunSettings,
 )
-from lightning_swarm.strategy import checks, extra_trainers, model_setup, startup, teardown
+from lightning_swarm.strategy import checks, extra_trainers, model_setup, optimizer_checks, startup, teardown
 from lightning_swarm.strategy.base import StrategyBase
 from lightning_swarm.strategy.checkpointing import Checkpoints
 from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
@@ -329,7 +329,7 @@ class SwarmStrategy(StrategyBase):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        with contextlib.nullcontext() if self.is_plain else checks.refusing_several_optimizers():
+        with contextlib.nullcontext() if self.is_plain else optimizer_checks.refusing_several_optimizers():
             super().setup_optimizers(trainer)
 
     @override
