@@ -1,11 +1,11 @@
 """Ends a step: freezes and averages the sums, has the record decided, and has servers apply it.
 
-A server that does not answer is excluded from the rest of the step, and the step's record removes it from the rosters;
-after a late step, the next record does. Its microbatches are replayed on other servers (`step/reconcile.py`), and the
-round is repeated.
+A server that does not answer is excluded from the rest of the step. The step's record removes it from the rosters or,
+after a late step, the next record. Its microbatches are replayed on other servers (`step/reconcile.py`), and the round
+is repeated.
 
-A record may also order a snapshot. Snapshots must outlive the last server of a stage, so a server of another stage
-keeps them, too.
+A record may also order a snapshot. A stage's snapshots must outlive its last server, so a server of another stage, its
+backup, also keeps them.
 """
 
 from __future__ import annotations
@@ -73,47 +73,45 @@ def choose_backups(
     has_standbys: bool = False,
 ) -> list[PeerId | None]:
     """Choose for each stage a server outside it to keep its snapshots, on another host if possible; None: no server."""
-    # These are not the keepers that decide (`protocol.keepers`).
-    servers = sorted(
-        {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
-    )
-    num_kept = dict.fromkeys(servers, 0)
+    pipeline = [roster for roster, is_local in zip(rosters, on_trainers, strict=True) if not is_local]
+    servers = sorted({member.peer_id for roster in pipeline for member in roster})
+    num_stages_kept = dict.fromkeys(servers, 0)
     backups: list[PeerId | None] = []
-    for roster, own in zip(rosters, on_trainers, strict=True):
+    for roster, is_local in zip(rosters, on_trainers, strict=True):
         holders = {member.peer_id for member in roster}
-        near = {hosts[peer] for peer in holders if peer in hosts}
+        holder_hosts = {hosts[peer] for peer in holders if peer in hosts}
         others = [peer for peer in servers if peer not in holders]
-        # Without its trainers and a standby lead, the run has no loop with which to continue.
-        if (own and not has_standbys) or not others:
+        # A stage on trainers is lost with the trainers. Without a standby, the run then has no loop to continue.
+        if (is_local and not has_standbys) or not others:
             backups.append(None)
             continue
-        backup = min(others, key=lambda peer: (hosts.get(peer) in near, num_kept[peer], peer))
-        num_kept[backup] += 1
+        backup = min(others, key=lambda peer: (hosts.get(peer) in holder_hosts, num_stages_kept[peer], peer))
+        num_stages_kept[backup] += 1
         backups.append(backup)
     return backups
 
 
 def agreed_snapshots(
-    takers: Sequence[Collection[Member]],  # stage -> servers that were to take a snapshot
-    taken: Mapping[PeerId, Sequence[HeldSnapshot]],  # server -> snapshots that it reports
+    takers: Sequence[Collection[Member]],  # stage -> servers that were ordered to take a snapshot
+    reported: Mapping[PeerId, Sequence[HeldSnapshot]],  # server -> snapshots that it reports
     known: Sequence[HeldSnapshot],  # snapshots in records
     *,
     version: int,
     trusted: Sequence[PeerId] = (),  # the first of them among the takers decides instead of the majority
 ) -> list[HeldSnapshot]:
     """Return the new snapshots of a version on which most of a stage's `takers` agree. Pure."""
-    recorded = {(one.stage_index, one.version) for one in known}
+    recorded = {snapshot.stage_index for snapshot in known if snapshot.version == version}
     agreed = []
     for index, members in enumerate(takers):
         peers = [member.peer_id for member in members]
-        claimed = {
-            peer: one.digest
+        digests = {
+            peer: snapshot.digest
             for peer in peers
-            for one in taken.get(peer, ())
-            if (one.stage_index, one.version) == (index, version) not in recorded
+            for snapshot in reported.get(peer, ())
+            if (snapshot.stage_index, snapshot.version) == (index, version) and index not in recorded
         }
-        if (found := agreed_digest(claimed, peers, trusted=trusted)) is not None:
-            agreed.append(HeldSnapshot(stage_index=index, version=version, digest=found))
+        if (digest := agreed_digest(digests, peers, trusted=trusted)) is not None:
+            agreed.append(HeldSnapshot(stage_index=index, version=version, digest=digest))
     return agreed
 
 
@@ -124,16 +122,16 @@ class SnapshotSchedule:
         self._transport, self._run = context.transport, context.run
         self._interval_s = context.limits.snapshot_interval  # least seconds between snapshots; None: none
         settings = context.run.manifest.settings
-        # Least steps between snapshots. The older of two is kept until the next is complete, so a run can go back by at
-        # least as many steps.
+        # Least steps between snapshots. An older one is kept until the newer is complete, so this is also the least
+        # number of steps by which the run can roll back.
         self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # version and time of the newest order
-        self.hosts: dict[PeerId, str] = {}  # server -> host, for servers that were asked
+        self.hosts: dict[PeerId, str] = {}  # server -> host, as it reported for the newest order
 
     def is_due(self, servers: Sequence[PeerId]) -> bool:
         """Return whether the record of the open step should order a snapshot."""
-        if self._interval_s is None or len(servers) < 2:  # no other server could keep it
+        if self._interval_s is None or len(servers) < 2:  # a lone server has no backup
             return False
         if self._last is None:
             return True
@@ -144,7 +142,7 @@ class SnapshotSchedule:
         step: int,
         next_roster: Sequence[Sequence[Member]],
         recorded: Collection[HeldSnapshot],  # snapshots in records up to this one
-        resumable: Collection[int] | None,  # versions from which the lead's loop could continue; None: not reported
+        resumable: Collection[int] | None,  # versions at which the lead's loop could continue; None: not reported
     ) -> SnapshotOrder | None:
         """Return the snapshot order for the record of `step`, or None if no snapshot is due."""
         at_s = now_s()
@@ -153,17 +151,17 @@ class SnapshotSchedule:
             return None
         held: Held = await ask_held(self._transport, servers, timeout=self._timeout)
         if self._run.electorate.has_strangers:
-            held = only_recorded(held, recorded)  # a snapshot without a record may be made up
+            held = only_recorded(held, recorded)  # a server may report a snapshot that it does not have
         on_trainers = self._run.on_trainers
-        through = newest_safe(held, next_roster, on_trainers)
-        if self._last is not None and through != self._last[0]:
+        completed = newest_safe(held, next_roster, on_trainers)
+        if self._last is not None and completed != self._last[0]:
             if at_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
                 return None  # the last snapshot is still being copied, which takes bandwidth
             _log.warning("The snapshot of version %d was not completed in time: a new one is taken.", self._last[0])
         self._last = (step + 1, at_s)
-        self.hosts = {peer: one.host for peer, one in held.items() if one.host}
+        self.hosts = {peer: reply.host for peer, reply in held.items() if reply.host}
         keep = version_to_keep(held, next_roster, on_trainers, resumable)
-        has_standbys = any(one.loops for one in held.values())
+        has_standbys = any(reply.loops for reply in held.values())
         backups = choose_backups(next_roster, on_trainers, self.hosts, has_standbys=has_standbys)
         return SnapshotOrder(keep=keep, backups=backups)
 
@@ -186,8 +184,9 @@ class StepCommit:
         self._server_membership, self._moves = server_membership, moves
         self._trainer_membership, self._lead = trainers.membership, trainers.lead
         self._snapshots = SnapshotSchedule(context)
-        self._sums: SumReconciliation | None = None  # sums of the newest closed step
-        self._someone_gone = False  # a server was lost in the last, late step, whose record changed no roster
+        self._sums: SumReconciliation | None = None  # of the newest step that closed
+        # A late step lost servers, which only the next record can remove, because late records change no roster.
+        self._has_lost_servers = False
         self._differences: dict[PeerId, str] = {}  # server lost in that step -> how its weights differ
 
     async def finish(
@@ -199,9 +198,9 @@ class StepCommit:
         change with which the step began. Returns None if batches were struck and the step takes new ones. Raises
         SwarmError if the record could not be decided.
         """
-        begun = await self._context.proposer.prepare()
-        if begun is not None:  # earlier proposals were finished at this peer's takeover, so this is a rival's
-            raise NotCoordinator(f"step {step.step} is not for this peer to decide: a voter accepted another's record")
+        accepted = await self._context.proposer.prepare()
+        if accepted is not None:  # this peer's takeover finished all earlier proposals, so this one is a rival's
+            raise NotCoordinator(f"step {step.step} is decided by another peer: a voter accepted its record")
         sums = self._sums_of(step, selection, late=late)
         while True:
             closed = await sums.close()
@@ -221,11 +220,11 @@ class StepCommit:
         self._oversight.note_committed(record)
         await self._servers.apply(record)
         if late:
-            self._someone_gone = bool(sums.step_servers.gone)
+            self._has_lost_servers = bool(sums.step_servers.gone)
             self._differences = differences(sums.step_servers.gone)
             self._moves.choose_for_later(sums.step_servers.gone)
             return record
-        self._someone_gone, self._differences = False, {}
+        self._has_lost_servers, self._differences = False, {}
         for ban in active_bans(record.bans):
             self._events.note("expelled", peer=ban.subject, step=record.step, reason=ban.reason)
         self._server_membership.record_applied(record)
@@ -236,23 +235,23 @@ class StepCommit:
     def wants_changes(self) -> bool:
         """Return whether the next record should change the run's membership, or order a snapshot."""
         members = self._server_membership
-        is_due = self._snapshots.is_due(self._run.servers)
-        is_wanted = is_due or self._someone_gone or bool(self._new_bans() or members.leaving)
-        return is_wanted or members.has_ready_joiner() or self._moves.deferred is not None
+        must_remove = self._has_lost_servers or bool(self._new_bans() or members.leaving)
+        has_moves = self._moves.deferred is not None
+        return must_remove or has_moves or members.has_ready_joiner() or self._snapshots.is_due(self._run.servers)
 
     def _step_record(
         self, closed: ReconciledStep, squared_norm: float, hyperparameters: list[dict[str, Any]]
     ) -> Record:
         """Return a record of the optimizer step and of finished snapshots, without changes of membership."""
         version, takers = self._run.ordered_snapshot or (0, ())
-        # Servers that joined after the order have no such snapshot, and servers that are gone are not waited for.
-        there = [
-            set(took) & set(present)
-            for took, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
+        # Servers that joined after the order have no such snapshot, and servers that are gone need not confirm theirs.
+        present_takers = [
+            set(ordered) & set(present)
+            for ordered, present in zip(takers, self._run.present(closed.closing.absent), strict=False)
         ]
         kinds = self._server_membership.kinds(absent=closed.closing.absent)
         known, trusted = self._run.snapshots, self._run.trusted
-        snapshots = agreed_snapshots(there, closed.snapshots, known, version=version, trusted=trusted)
+        snapshots = agreed_snapshots(present_takers, closed.snapshots, known, version=version, trusted=trusted)
         return Record(
             closing=closed.closing,
             touched=list(closed.touched),
@@ -283,21 +282,22 @@ class StepCommit:
         """Add the changes of the run's membership to a record."""
         convicted = self._run.electorate.new_convictions(convicted)
         gone = {*gone, *convicted}
-        newcomers = [one for one in newcomers if one.member.peer_id not in convicted]
+        newcomers = [newcomer for newcomer in newcomers if newcomer.member.peer_id not in convicted]
         enlisted, retired = self._trainer_membership.changes(convicted)
-        invited = self._context.invitations.invitations_of([*(one.member.peer_id for one in newcomers), *enlisted])
+        new_peers = [*(newcomer.member.peer_id for newcomer in newcomers), *enlisted]
+        invited = self._context.invitations.invitations_of(new_peers)
         if not isinstance(invited, UnsetType):
-            newcomers = [one for one in newcomers if one.member.peer_id in invited]
+            newcomers = [newcomer for newcomer in newcomers if newcomer.member.peer_id in invited]
             enlisted = [peer for peer in enlisted if peer in invited]
         movers, releases = self._moves.choose(gone)
-        leaving = [*self._server_membership.leaving, *(one.member.peer_id for one in movers)]
+        leaving = [*self._server_membership.leaving, *(mover.member.peer_id for mover in movers)]
         next_roster = next_rosters(
             self._run.rosters, gone=gone, leaving=leaving, releases=releases, newcomers=newcomers
         )
         staying = {member for roster in next_roster for member in roster}
         recorded = [*self._run.snapshots, *(record.snapshots or ())]
         snapshot = await self._snapshots.order(record.step, next_roster, recorded, self._lead.resumable)
-        hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
+        hosts = self._snapshots.hosts | {new.member.peer_id: host_of(new.addresses) for new in newcomers}
         keepers, electorate = self._new_keepers(newcomers), self._run.electorate
         voters = choose_voters(
             next_roster, self._run.on_trainers, self._run.voters, hosts, keepers_after(electorate.keepers, keepers)
@@ -308,7 +308,7 @@ class StepCommit:
             left=self._vacancies(next_roster),
             newcomers=list(newcomers),
             next_voters=None if voters == self._run.voters else voters,
-            departures=[one for one in movers if one.member not in staying],
+            departures=[mover for mover in movers if mover.member not in staying],
             snapshot=snapshot,
             enlisted=enlisted,
             retired=retired,
@@ -332,7 +332,7 @@ class StepCommit:
     def _new_keepers(self, newcomers: Sequence[Candidate]) -> Keepers:
         """Return the newcomers with a keeper's certificate, which may vote from this record on; unset if none."""
         run, transport = self._run, self._context.transport
-        peers = [one.member.peer_id for one in newcomers if not run.decides(one.member.peer_id)]
+        peers = [new.member.peer_id for new in newcomers if not run.decides(new.member.peer_id)]
         room = MAX_KEEPERS - len(run.electorate.keepers or ())
         return [peer for peer in peers if is_certified_keeper(transport, peer)][:room] or UNSET
 
@@ -351,7 +351,7 @@ class StepCommit:
                 joining=lambda: not late and self._server_membership.has_ready_joiner(),
                 fence=self._fence,
             )
-        self._sums.oversight.is_kept = self._snapshots.is_due(self._run.servers)
+        self._sums.oversight.is_snapshot_due = self._snapshots.is_due(self._run.servers)
         return self._sums
 
     async def _average(
@@ -364,24 +364,24 @@ class StepCommit:
         answered, failed = await self._servers.average(closing, closed.named, late=late, choose_blamed=choose)
         if not failed and not any(reply.failure for reply in answered.values()):
             checked = await sums.oversight.check_means(closing, change.selection or self._run.selection, answered)
-            return await self._follow(checked, sums, closed, listening)
+            return await self._apply_check(checked, sums, closed, listening)
         for task in listening:
-            task.cancel()  # joiners miss nothing by a failed round
+            task.cancel()  # a failed round is no miss of the joiners
         self._blame(sums.step_servers, closing, failed, answered)
         return None
 
-    async def _follow(
+    async def _apply_check(
         self,
         checked: CheckedMeans,
         sums: SumReconciliation,
         closed: ReconciledStep,
         listening: Sequence[asyncio.Task[None]],
     ) -> float | None:
-        """Exclude servers by the check of a round's means; return like `_average`."""
+        """Exclude servers by the check of a round's means, and return as `_average` does."""
         closing = closed.closing
         if checked.counts:
             for peer in sorted(checked.accused.keys() - {self._servers.own}):
-                # The accused server's sum still counts, because it committed to that sum. A stage's only server stays.
+                # The accused server committed to its sum, so the sum still counts. A stage's only server stays.
                 if not alone_in(sums.step_servers.rosters, peer, sums.step_servers.peers):
                     sums.step_servers.exclude(peer, StepError(checked.accused[peer]))
             averaging_s = now_s() - closed.began_s
@@ -416,7 +416,7 @@ class StepCommit:
         if not blamed:
             refusing = {peer: reply.refusing for peer, reply in answered.items() if reply.failure}
             accused = choose((), refusing) if self._run.electorate.has_strangers else []
-            servers.note_blameless(reason, accused or refusing)
+            servers.note_failed_round(reason, accused or refusing)
         for peer in blamed:
             servers.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")

@@ -2,8 +2,8 @@
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
 voters stay the same. Beyond Paxos, there is a *fence*. A record can be applied only with the mean gradients of its own
-round, and servers hold the gradients of one round only. So before a new coordinator averages a round of its own, a
-majority notes that proposals of lower terms for the slot are dead, even if accepted.
+round, and servers hold the gradients of only one round. So before a new coordinator averages a round of its own, a
+majority records a fence: from then on, proposals of lower terms for the slot are void, even if accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Slot = tuple[int, int]
 
 
 class Voter:
-    """A voter in one life of its process. Calls to an earlier life are refused, because its votes are forgotten."""
+    """A voter in one life of its process. It refuses calls to an earlier life, whose votes it does not know."""
 
     def __init__(self, boot_id: int, *, pace_s: float = 0.0) -> None:
         self._boot_id = boot_id
@@ -47,11 +47,11 @@ class Voter:
     def void_promises(self) -> None:
         """Forget all promises: their run is over, and the next run's slots are of a later generation."""
         self.term = NO_TERM  # the highest term that it promised, or that its server follows
-        self._reached = 0  # number to which repeated requests have raised the limit
+        self._raised_to = 0  # number to which repeated requests have raised the limit
         self._due_s: dict[str, float] = {}  # candidate -> time by which all its terms are due at the average pace
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: earlier slots are decided
-        # (slot, term): from the slot on, lower terms are dead. There are two, because the newer fence may be of a slot
-        # after the open slot.
+        # (slot, term): from this slot on, proposals of lower terms are void. At most two are kept, because the newer
+        # fence may be of a slot after the open slot.
         self._fences: list[tuple[Slot, Term]] = [((-1, 0), NO_TERM)]
 
     def promise(self, request: Prepare) -> Promise:
@@ -60,25 +60,26 @@ class Voter:
         slot = (request.generation, request.step)
         if self._is_decided(slot):
             return Promise(promised=False, term=self.term, behind=True)
-        if self._refuses(request.term) or self._hurries(request.term):
+        if self._refuses(request.term) or self._exceeds_pace(request.term):
             return Promise(promised=False, term=self.term)
         self.term = request.term
         if request.fence:
-            # No earlier term was higher, so this fence replaces the fences of this slot and of later slots.
-            self._fences = [*(one for one in self._fences if one[0] < slot), (slot, request.term)][-2:]
+            # No earlier term was higher, so this fence replaces those of this slot and of later slots.
+            earlier = [fence for fence in self._fences if fence[0] < slot]
+            self._fences = [*earlier, (slot, request.term)][-2:]
         known = self._accepted.get(slot)
         accepted = None if known is None else Accepted(term=known[0], record=decode(known[1], Record))
         fence = max((term for since, term in self._fences if since <= slot), default=NO_TERM)
         return Promise(promised=True, term=self.term, accepted=accepted, fence=fence)
 
     def consider(self, proposal: Proposal) -> Vote:
-        """Accept the record, unless its term is too low, another record has the same term, or the step was decided."""
+        """Accept the record, unless its term is too low, another record has that term, or the step was decided."""
         self._check_life(proposal.boot_id)
         body = encode(proposal.record)
         slot = slot_of(proposal.record)
         known = self._accepted.get(slot)
-        rival = known is not None and known[0] == proposal.term and known[1] != body
-        if self._refuses(proposal.term) or self._is_decided(slot) or rival or self._hurries(proposal.term):
+        is_rival = known is not None and known[0] == proposal.term and known[1] != body
+        if self._refuses(proposal.term) or self._is_decided(slot) or is_rival or self._exceeds_pace(proposal.term):
             return Vote(accepted=False, term=self.term)
         self.term = proposal.term
         # Older records were decided before this one could be proposed, so they are forgotten.
@@ -86,21 +87,21 @@ class Voter:
         return Vote(accepted=True, term=self.term)
 
     def follow(self, term: Term) -> None:
-        """Promise nothing to terms below the term that the voter's server follows."""
+        """From now on, promise nothing to terms below `term`, which the voter's server follows."""
         self._due_s.clear()  # the election is over
         self.term = max(self.term, term)
 
     @property
     def highest_number(self) -> int:
         """The highest number of a term that this voter would promise next."""
-        return max(self.term[0], self._reached) + MAX_STEP
+        return max(self.term[0], self._raised_to) + MAX_STEP
 
-    def _hurries(self, term: Term) -> bool:
+    def _exceeds_pace(self, term: Term) -> bool:
         """Return whether a term's number is too far above known numbers, or its candidate had too many terms lately."""
         if term == self.term:
             return False
-        # A new term may abort another candidate's election. If one voter alone knows a high number, other voters need
-        # long to reach it. So each candidate gets its terms at a pace that the other voters can keep up with.
+        # A new term may abort another candidate's election. And if only one voter knows a high number, the other voters
+        # need long to reach it. So each candidate gets new terms only at a pace at which the other voters can follow.
         if self._pace_s > 0.0:
             at_s = now_s()
             due_s = max(self._due_s.get(term[1], at_s), at_s)
@@ -109,8 +110,8 @@ class Voter:
             self._due_s[term[1]] = due_s + self._pace_s
         if term[0] <= self.highest_number:
             return False
-        # Repeated requests raise the limit, because the other voters may have gone on without this voter.
-        self._reached = self.highest_number
+        # Repeated requests raise the limit, because the other voters may have reached high numbers without this voter.
+        self._raised_to = self.highest_number
         return True
 
     def _refuses(self, term: Term) -> bool:
@@ -127,7 +128,7 @@ class Voter:
     def _check_life(self, boot_id: int) -> None:
         if boot_id != self._boot_id:
             raise ProtocolError(
-                f"voters keep their word for one life: this one's boot id is {self._boot_id}, got a call to {boot_id}"
+                f"a voter answers calls to its present process, with boot id {self._boot_id}; got a call to {boot_id}"
             )
 
 
@@ -147,11 +148,11 @@ class Ballot:
         self.slot = slot
         self.voters = tuple(voters)
         self.rival: Term | None = None  # another term that a voter knows, of the same number or a higher one
-        self.behind = False  # a voter reports that the slot was decided without this proposer
+        self.behind = False  # a voter reports that this slot is decided already
         self._refused: set[Member] = set()  # voters that will not agree under this term
         self._numbers: dict[Member, int] = {}  # voter -> number of a rival term; 0: none
-        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: without its record and fence
-        self._settled = False  # a request was sent that depends on the record to finish
+        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: without its record
+        self._settled = False  # the record to finish was chosen, and later promises must not change it
         self._fenced = set(fenced)  # voters that noted the fence
         self._proposed: bytes | None = None  # the encoded record of this proposer
         self._votes: set[Member] = set()
@@ -159,7 +160,7 @@ class Ballot:
     def prepare(self, voter: Member, *, fence: bool = False) -> Prepare:
         """Make the first request to a voter; with `fence`, the request that `may_begin` waits for."""
         if fence and (not self.prepared or self.chosen is not None):
-            raise ProtocolError(f"{self.slot} may be fenced when a majority promised and nothing is to be finished")
+            raise ProtocolError(f"{self.slot} may be fenced once a majority promised, if no record must be finished")
         self._settled |= fence
         generation, step = self.slot
         return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
@@ -167,12 +168,11 @@ class Ballot:
     def record_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
         """Record a voter's answer to `prepare`."""
         if promise.behind:
-            # If a majority still promises, its promises have the decided record.
+            # If a majority still promises, the decided record is among its accepted records.
             self.behind = True
             self._refused.add(voter)
         if not self._counts(voter, promise.promised, promise.term):
             return
-        # The first majority determines the record to finish, and later promises must not change it.
         self._promises.setdefault(voter, None if self._settled else promise)
         if fence:
             self._fenced.add(voter)
@@ -184,14 +184,14 @@ class Ballot:
 
     @property
     def chosen(self) -> Record | None:
-        """The record that must be finished, once `prepared`; None: no lower term has decided one, or ever will."""
-        accepted = [one for one in self._accepted if one.term >= self._fence]
-        return max(accepted, key=lambda one: one.term).record if accepted else None
+        """The record that must be finished, once `prepared`; None: no lower term has decided one or still can."""
+        valid = [accepted for accepted in self._accepted if accepted.term >= self._fence]
+        return max(valid, key=lambda accepted: accepted.term).record if valid else None
 
     @property
     def doubtful(self) -> bool:
-        """Return whether a fence voids an accepted record, although some voters may still answer."""
-        is_void = any(one.term < self._fence for one in self._accepted)
+        """Return whether a fence voids an accepted record, but further answers may still change that."""
+        is_void = any(accepted.term < self._fence for accepted in self._accepted)
         return is_void and self.chosen is None and not self._settled and len(self._full_promises) < len(self.voters)
 
     @property
@@ -205,25 +205,28 @@ class Ballot:
     @property
     def _fence(self) -> Term:
         """The highest term under which a majority may have fenced the slot, by the answers so far."""
-        # Before a proposer begins a round, a majority notes its fence, and reports it now except for silent voters. A
-        # fence with fewer reports is false, or of a proposer that never began.
+        # Before a proposer begins a round, a majority has recorded its fence. Of this majority, all voters that have
+        # answered now report the fence. A fence with fewer reports is false, or its proposer never began a round.
         fences = sorted((promise.fence for promise in self._full_promises), reverse=True)
-        # A majority, without the voters that reported none.
-        least = len(self.voters) // 2 + 1 - (len(self.voters) - len(fences))
-        return fences[max(least, 1) - 1] if fences else NO_TERM
+        num_silent = len(self.voters) - len(fences)
+        num_reports = max(len(self.voters) // 2 + 1 - num_silent, 1)
+        return fences[num_reports - 1] if fences else NO_TERM
 
     @property
     def may_begin(self) -> bool:
-        """Return whether this proposer may work towards its own record: nothing of lower terms will be finished."""
+        """Return whether this proposer may work towards its own record: no record of a lower term will be finished."""
         return self._is_majority(self._fenced)
 
     def proposal(self, voter: Member, record: Record) -> Proposal:
         """Make the second request to a voter; raise ProtocolError if it is too early or another record is due."""
         body = encode(record)
         chosen = self.chosen
-        free = self.may_begin if chosen is None else encode(chosen) == body
-        if not self.prepared or not free or self._proposed not in (None, body) or slot_of(record) != self.slot:
-            raise ProtocolError(f"under term {self.term} another record is to be finished for {self.slot} first")
+        may_propose = self.may_begin if chosen is None else encode(chosen) == body
+        if not self.prepared or not may_propose or self._proposed not in (None, body) or slot_of(record) != self.slot:
+            raise ProtocolError(
+                f"term {self.term} cannot propose this record for {self.slot}: promises are missing, or another record "
+                "must be finished first"
+            )
         self._proposed, self._settled = body, True
         return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
 
@@ -239,24 +242,24 @@ class Ballot:
 
     @property
     def lost(self) -> bool:
-        """Return whether no majority can come under this term any more."""
+        """Return whether this term can no longer get a majority."""
         return not self._is_majority(set(self.voters) - self._refused)
 
     @property
     def number_in_the_way(self) -> int:
-        """The number above which a majority would promise any term, by the answers so far; 0: none is in the way."""
-        # A single voter may report any number; the other voters suffice, unless too few of them answer.
+        """The number above which a majority would promise any term, by the answers so far; 0: any number will do."""
+        # A single voter may report any number, so a majority's numbers decide, unless fewer voters answer.
         numbers = sorted(self._numbers.values())
         return numbers[min(len(self.voters) // 2, len(numbers) - 1)] if numbers else 0
 
     def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
         """Begin the same proposer's part in a later slot. Promises stay valid if the voters are the same."""
-        same = set(voters) == set(self.voters) and self.prepared
-        promised, fenced = (self._promises, self._fenced) if same else ((), ())
+        stay_valid = set(voters) == set(self.voters) and self.prepared
+        promised, fenced = (self._promises, self._fenced) if stay_valid else ((), ())
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
 
     def _counts(self, voter: Member, agreed: bool, term: Term) -> bool:
-        """Note a rival term in a voter's answer; return whether the voter agreed to this term."""
+        """Record a rival term in a voter's answer; return whether the voter agreed to this ballot's term."""
         is_rival = term != self.term and term[0] >= self.term[0]
         self._numbers[voter] = term[0] if is_rival else 0
         if is_rival:
@@ -264,8 +267,8 @@ class Ballot:
             self._refused.add(voter)
         return agreed and term == self.term and voter in self.voters
 
-    def _is_majority(self, some: Collection[Member]) -> bool:
-        return len(some) * 2 > len(self.voters)
+    def _is_majority(self, members: Collection[Member]) -> bool:
+        return len(members) * 2 > len(self.voters)
 
 
 def slot_of(record: Record) -> Slot:
@@ -276,7 +279,7 @@ def slot_of(record: Record) -> Slot:
 _log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 1.0
-_GRACE_S: Final = 2.0  # seconds for slow voters, once a majority has answered
+_GRACE_S: Final = 2.0  # longest wait for slow voters, once a majority has answered
 _LOG_EVERY_S: Final = 60.0
 
 
@@ -284,22 +287,22 @@ def serve(
     voter: Voter,
     transport: Transport,
     may_propose: Callable[[PeerId], bool],
-    # Whether the voter misses the coordinator, or the coordinator hands over.
+    # Whether a new coordinator is needed: the present one is silent, or hands over.
     may_succeed: Callable[[PeerId], Awaitable[bool]],
     check_slot: Callable[[int, int], None],  # raises if no slot of this generation and step can be open
     check_record: Callable[[Record], Awaitable[None]],  # raises if the voter can tell that a record is wrong
 ) -> None:
-    """Answer proposers that may propose; the term must be the caller's own."""
+    """Answer the calls of proposers, which must be permitted to propose and use a term of their own."""
 
     async def check(caller: PeerId, term: Term) -> None:
         if not may_propose(caller):
             raise ProtocolError(
-                f"records are proposed by the run's servers, with strangers by its keepers, not by {caller}"
+                f"only the run's servers propose records, or its keepers in a run with strangers, not {caller}"
             )
         if term[1] != caller:
             raise ProtocolError(f"a term carries its proposer's id, got {term} from {caller}")
         if term > voter.term and not await may_succeed(caller):
-            raise Busy(f"the coordinator answers this voter, which promises nothing to {caller} meanwhile")
+            raise Busy(f"the coordinator still answers this voter, which therefore promises nothing to {caller}")
 
     async def handle_prepare(caller: PeerId, request: Prepare) -> Promise:
         await check(caller, request.term)
@@ -338,7 +341,7 @@ class Proposer:
 
     @property
     def number_in_the_way(self) -> int:
-        """The number that the proposer's next term has to exceed so that a majority may promise it; 0: any is free."""
+        """The number that the proposer's next term must exceed for a majority to promise it; 0: any number will do."""
         return 0 if self._ballot is None else self._ballot.number_in_the_way
 
     async def prepare(self) -> Record | None:
@@ -359,16 +362,17 @@ class Proposer:
         chosen = ballot.chosen
         if chosen is None:
             fence = partial(self._prepare, ballot, fence=True)
-            await self._until(ballot, "taken note", lambda: ballot.may_begin, fence)
+            await self._until(ballot, "recorded the fence", lambda: ballot.may_begin, fence)
         return chosen
 
     async def decide(self, record: Record) -> None:
-        """Have the open step's record accepted by a majority of its voters. On an error it may be decided, or not."""
+        """Have a majority of the voters accept the open step's record. After an error, it may be decided or not."""
         ballot = self._ballot
         if ballot is None or ballot.slot != slot_of(record):
-            raise ProtocolError(f"record {record.step} is decided after its voters' promises, and by them")
+            raise ProtocolError(f"record {record.step} may be proposed only after its voters have promised")
         proposals = {voter: ballot.proposal(voter, record) for voter in ballot.voters}
-        await self._until(ballot, "accepted", lambda: ballot.decided, lambda one: self._propose(ballot, one, proposals))
+        ask = partial(self._propose, ballot, proposals)
+        await self._until(ballot, "accepted", lambda: ballot.decided, ask)
 
     async def _prepare(self, ballot: Ballot, voter: Member, *, fence: bool = False) -> None:
         promise = await self._ask(voter, PREPARE, ballot.prepare(voter, fence=fence))
@@ -377,24 +381,24 @@ class Proposer:
 
     def _checked(self, ballot: Ballot, voter: Member, promise: Promise) -> Promise:
         """Return a promise without a false fence or record, either of which would block all other records."""
-        if promise.fence > ballot.term:  # a voter with this fence promises nothing to lower terms
-            _log.warning("Voter %s promises what its fence %s forbids", voter.peer_id, promise.fence)
+        if promise.fence > ballot.term:  # an honest voter with this fence promises nothing to a lower term
+            _log.warning("Voter %s promised a term that its fence %s forbids", voter.peer_id, promise.fence)
             promise = replaced(promise, fence=NO_TERM)
         if promise.accepted is None:
             return promise
         record = promise.accepted.record
         try:
             if promise.accepted.term >= ballot.term:
-                raise ProtocolError(f"{ballot.term} has proposed nothing yet, got a record of {promise.accepted.term}")
+                raise ProtocolError(f"a record of a term below {ballot.term} is due, got {promise.accepted.term}")
             if slot_of(record) != ballot.slot:
-                raise ProtocolError(f"{ballot.slot} was asked for, got a record for {slot_of(record)}")
+                raise ProtocolError(f"the request was about {ballot.slot}, got a record for {slot_of(record)}")
             self._check_record(record)
         except ProtocolError as error:
             _log.warning("Voter %s reports that it accepted a record that it must refuse: %s", voter.peer_id, error)
             return replaced(promise, accepted=None)
         return promise
 
-    async def _propose(self, ballot: Ballot, voter: Member, proposals: Mapping[Member, Proposal]) -> None:
+    async def _propose(self, ballot: Ballot, proposals: Mapping[Member, Proposal], voter: Member) -> None:
         vote = await self._ask(voter, PROPOSE, proposals[voter])
         if vote is not None:
             ballot.record_vote(voter, vote)
@@ -410,41 +414,41 @@ class Proposer:
         self, ballot: Ballot, what: str, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
     ) -> None:
         """Ask the voters until a majority agrees; raise NotCoordinator if a rival term has them, or StepError."""
-        step, names = ballot.slot[1], ", ".join(one.peer_id for one in ballot.voters)
+        step, names = ballot.slot[1], ", ".join(voter.peer_id for voter in ballot.voters)
         deadline_s = now_s() + self._patience_s
-        paused, logged_s = False, now_s()
+        has_paused, logged_s = False, now_s()
         while not reached():
             await _ask_all(ballot, reached, ask)
             if reached():
                 break
             if ballot.lost or ballot.behind or ballot.rival is not None:
-                # A voter that promised a rival term does not come back, and may be the one that the majority lacks.
-                rival = "another one" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
-                raise NotCoordinator(f"step {step} is not for the term {self.term} to decide, but for {rival}")
+                # A voter that has promised a rival term will not agree any more, and the majority may need its vote.
+                rival = "another term" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
+                raise NotCoordinator(f"step {step} cannot be decided under the term {self.term}, but by {rival}")
             if now_s() >= deadline_s:
                 raise StepError(
-                    f"step {step}: a majority of its voters {[one.peer_id for one in ballot.voters]} must have {what} "
-                    f"to decide it, and has not within {self._patience_s:g} s. See that they run and can be reached"
+                    f"step {step} needs a majority of its voters {[voter.peer_id for voter in ballot.voters]}, which "
+                    f"has not {what} within {self._patience_s:g} s. See that they run and can be reached"
                     f"{self._run.electorate.remedy}."
                 )
-            if not paused:
+            if not has_paused:
                 self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")
             elif now_s() >= logged_s + _LOG_EVERY_S:
                 _log.warning("Step %d waits for a majority of its voters: %s.", step, names)
                 logged_s = now_s()
-            paused = True
+            has_paused = True
             await asyncio.sleep(_RETRY_S)
-        if paused:
+        if has_paused:
             self._events.note("resume", step=step, reason=f"a majority of the voters has {what}")
 
 
 async def _ask_all(
     ballot: Ballot, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
 ) -> None:
-    """Ask all voters at once, and stop waiting when further answers can change nothing."""
+    """Ask all voters at once, and stop waiting once further answers can change nothing."""
     async with asyncio.TaskGroup() as group:
         asking = {group.create_task(ask(voter)) for voter in ballot.voters}
         while asking and not reached() and not ballot.lost:
             _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        for one in asking:
-            one.cancel()
+        for task in asking:
+            task.cancel()

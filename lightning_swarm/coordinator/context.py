@@ -68,15 +68,15 @@ class StepState:
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
         """Add the order of an epoch. The first order fixes the open step's batches, from `position` on."""
-        begins = self.open.window is None
-        if begins:
+        is_first = self.open.window is None
+        if is_first:
             self.open.check_numbered()
             if position > (plan.epoch, plan.num_batches) and position[0] == plan.epoch:
                 raise ProtocolError(
-                    f"epoch {plan.epoch} has {plan.num_batches} batches, no step begins at {position[1]}"
+                    f"epoch {plan.epoch} has {plan.num_batches} batches, so no step begins at batch {position[1]}"
                 )
         self.order.add(plan)
-        if begins:
+        if is_first:
             self.open.plan(self.order, position)
 
     def following(self, step: OpenStep, run: RunState) -> OpenStep:
@@ -90,7 +90,8 @@ class StepState:
 
     def find(self, step: int) -> OpenStep | None:
         """Return a step by its number, if it is not decided yet."""
-        return next((one for one in (self.late_step, self.open) if one is not None and one.step == step), None)
+        steps = (self.late_step, self.open)
+        return next((known for known in steps if known is not None and known.step == step), None)
 
 
 class ChangeNotifier:
@@ -118,8 +119,8 @@ class ChangeNotifier:
         await self.notify()
 
     async def end_generation(self) -> None:
-        """Release all calls: the run is in its next generation, and callers learn that when they ask again."""
-        self._is_over, self._failure = True, None  # an error of this generation does not concern the next one
+        """Release all calls, because the run is in its next generation; callers learn this when they ask again."""
+        self._is_over, self._failure = True, None  # errors of this generation do not concern the next one
         await self.notify()
 
     async def notify(self) -> None:
@@ -127,14 +128,14 @@ class ChangeNotifier:
         async with self._condition:
             self._condition.notify_all()
 
-    async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
+    async def until(self, reached: Callable[[], bool], *, recheck_s: float | None = None) -> bool:
         """Wait until `reached`; return False if the generation or the time of a held call ended. Raises the failure."""
-        # `reached` is checked at each change, and once after `look_again_s` seconds without a change.
+        # `reached` is checked at each change, and once more after `recheck_s` seconds.
         try:
             async with asyncio.timeout(self._hold_s):
-                if look_again_s is not None and look_again_s < self._hold_s:
+                if recheck_s is not None and recheck_s < self._hold_s:
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(look_again_s):
+                        async with asyncio.timeout(recheck_s):
                             await self._until(reached)
                 await self._until(reached)
         except TimeoutError:
@@ -167,18 +168,19 @@ class CoordinatorContext:
     events: EventLog
     step_aside: Callable[[], asyncio.Task[None]]  # hands the role over to another server
     oversight: RunOversight
-    arithmetic: dict[PeerId, str] = field(default_factory=dict)  # server -> its kind of machine, see `FreezeReply`
-    # Requests carry this number, not the one of `run`. A call under way during a rollback must not pass for a call of
-    # the next generation.
+    # Server -> kind of its machine, see `FreezeReply.arithmetic`.
+    machine_kinds: dict[PeerId, str] = field(default_factory=dict)
+    # Requests carry this number, not the number in `run`: a call that is under way during a rollback must not be taken
+    # for a call of the next generation.
     generation: int = field(init=False)
     tasks: TaskOwner = field(init=False, default_factory=TaskOwner)
     changes: ChangeNotifier = field(init=False)
     outage: OutageWait = field(init=False)
-    leases: Iterator[int] = field(init=False)  # numbers of the leases that it grants
+    leases: Iterator[int] = field(init=False)  # numbers of the leases that this coordinator grants
     invitations: InvitationUses = field(init=False)
     # Trainer -> number of its struck batches with a wrong weight, or with false receipts.
     false_batches: Counter[PeerId] = field(init=False, default_factory=Counter)
-    members: set[PeerId] = field(init=False)  # servers and trainers at the newest record
+    members: set[PeerId] = field(init=False)  # servers and trainers after the newest record
 
     def __post_init__(self) -> None:
         self.generation = self.run.manifest.generation
@@ -191,7 +193,7 @@ class CoordinatorContext:
 
     def next_generation(self) -> CoordinatorContext:
         """Make the context of the generation that the run has entered."""
-        # `begun` is kept: trainers do not wait for the lead to begin once more.
+        # `begun` is kept, so that trainers do not wait for the lead to begin again.
         state = StepState.of(self.run, begun=self.step_state.begun)
         after = replace(self, step_state=state, oversight=self.oversight.following())
         # Lease numbers are not reused, because trainers keep logged values by lease in the state of their loop.
@@ -206,23 +208,23 @@ class CoordinatorContext:
         """Refuse a trainer whose batches were false too often."""
         if self.is_excluded(trainer):
             raise ConfigError(
-                "the gradients of a batch have the weight of its lease, and are in the sums when it is reported. "
-                f"{self.false_batches[trainer]} batches of {trainer} were struck for another weight, or because no sum "
-                "had them. Train with an unchanged lightning_swarm there."
+                "a batch's gradients must have the weight of its lease, and be in the sums when it is reported done: "
+                f"{self.false_batches[trainer]} batches of {trainer} were struck, because they had another weight or "
+                "were in no sum. Train with an unchanged lightning_swarm there."
             )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run work in a task that ends with this run generation or the role; raise an error if these have ended."""
+        """Run work in a task that ends with this run generation or the role; raise an error if either has ended."""
         if not self.tasks.is_running:
             work.close()
             if self.run.manifest.generation != self.generation:
-                raise Busy("the run was rolled back meanwhile")  # a retiring trainer, for example, has to ask again
+                raise Busy("the run was rolled back meanwhile")  # so a retiring trainer, for example, asks again
             raise self.not_coordinator_error()
         return self.tasks.spawn(work)
 
     def not_coordinator_error(self) -> NotCoordinator:
         """Return the error for held callers when the role ends."""
-        return NotCoordinator(f"{self.transport.peer_id} does not coordinate any more")
+        return NotCoordinator(f"{self.transport.peer_id} is no longer the coordinator")
 
     async def end_generation(self) -> None:
         """End the tasks of a run generation that is over, and release its held calls."""

@@ -1,4 +1,4 @@
-"""The coordinator, which answers trainers and closes the open step when all its batches are through."""
+"""The coordinator, which answers trainers and closes the open step when all its batches are complete."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Coordinator:
         self.joiners.refuse_all()
         self.generation = CoordinatorGeneration(before.next_generation(), self)
         await before.end_generation()
-        if not self._is_over:  # another peer may have come to coordinate meanwhile
+        if not self._is_over:  # another peer may coordinate by now
             await self.generation.start()
 
 
 class CoordinatorGeneration:
     """One coordinator in one run generation: answers trainers, and has the open step closed."""
 
-    # A rollback replaces the whole object. Only the role, with its balancer and its joiners, outlives it.
+    # A rollback replaces the whole object. Only the role outlives it, with the balancer and the joiners.
     def __init__(self, context: CoordinatorContext, role: Coordinator) -> None:
         self.context, self._role = context, role
         self.step_state = context.step_state
@@ -70,7 +70,7 @@ class CoordinatorGeneration:
         self.lease_expiry = LeaseExpiry(
             context,
             on_change=self._on_change,
-            # Whether other trainers wait for a batch of this one.
+            # Whether other trainers wait for this trainer's batch.
             owes=lambda trainer: self.trainers.leases.owes(self.step_state.open, trainer),
         )
         servers = ServerCalls(context)
@@ -112,32 +112,32 @@ class CoordinatorGeneration:
 
     async def _replace_lead_or_end(self) -> None:
         """Have another peer lead if the lead is gone, or else end the run for all."""
-        own = self._transport.peer_id
-        if self._run.manifest.lead == own:
+        me = self._transport.peer_id
+        if self._run.manifest.lead == me:
             return
         reason = ""
         while not reason:
             reason = await self.trainers.lead.until_gone()
-            if self._run.manifest.lead == own:  # the appointed lead is this peer
+            if self._run.manifest.lead == me:  # this peer was appointed
                 return
         await self.trainers.fail(reason)
         waiting = {*self.server_membership.waiting, *self.trainers.membership.waiting}
-        others = {*self._run.servers, *self._run.trainers, *waiting} - {own}
-        # The next coordinator notifies peers that are not reached here.
+        others = {*self._run.servers, *self._run.trainers, *waiting} - {me}
+        # The next coordinator notifies peers that this one does not reach.
         await dismiss(self._transport, others, broken_off=reason, timeout=self._timeout)
-        await dismiss(self._transport, [own], broken_off=reason, timeout=self._timeout)  # last: it ends this role
+        await dismiss(self._transport, [me], broken_off=reason, timeout=self._timeout)  # last: it ends this role
 
     # ------------------------------------------------------------------ the step's end
 
     async def _on_change(self, step: OpenStep) -> None:
-        """End the step if it waited only for a batch that is complete now, or will not come."""
+        """End the step if it waited only for a batch that is complete now, or was struck."""
         if step is self.step_state.open:
             self._finish_if_ready(step)
         if not step.closing:
-            await self.context.changes.notify()  # callers that wait for the record may get a place again
+            await self.context.changes.notify()  # trainers that wait for the record may get a place again
 
     def _finish_if_ready(self, step: OpenStep) -> None:
-        """Have the open step decided, and the next one opened, at once if the record may be late."""
+        """Have the open step decided, and open the next one afterwards or, if the record may be late, at once."""
         state = self.step_state
         if not step.ready or state.finishing or state.late_step is not None:
             return
@@ -157,18 +157,18 @@ class CoordinatorGeneration:
         state.finishing = False
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work that decides a step; an error deposes this coordinator, or fails all callers that wait."""
+        """Do work that decides a step. An error deposes this coordinator, or fails all calls that wait."""
         try:
             await work
         except NotCoordinator as error:
-            _log.info("Step %d is another's to close: %s", self._run.version, error)
+            _log.info("Another peer coordinates, so it closes step %d: %s", self._run.version, error)
             self._role.deposed = True
             self._role.on_deposed()
             await self.context.changes.shut_down(error)
         except SwarmError as error:
             await self.trainers.fail(str(error), StageLost if isinstance(error, StageLost) else StepError)
         except Exception as error:
-            # A bug: it ends this server, and held callers must not wait forever.
+            # This is a bug, and ends this server. Held calls must not wait forever.
             await self.trainers.fail(f"internal error: {type(error).__name__}: {error}")
             raise
 
@@ -182,7 +182,7 @@ class CoordinatorGeneration:
         else:
             state.outcome = self._outcome(step, record)
             self._open_next(step)
-        await self.context.changes.notify()  # callers wait for the record, or may get a place again
+        await self.context.changes.notify()  # trainers wait for the record, or may get a place again
 
     async def _decide_late(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
@@ -203,10 +203,10 @@ class CoordinatorGeneration:
         return not self._step_commit.wants_changes()
 
     def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
-        """Return the outcome of a step whose record is applied, and let lead and events forget older state."""
+        """Return the outcome of a step whose record is applied, and drop older state of the lead and of events."""
         lead, context = self._run.manifest.lead, self.context
         self.trainers.lead.note_decided(step.step)
-        # Events of a peer that has just gone are kept for one step more, until the lead has this record.
+        # Events of a peer that has just left are kept for one more step, until the lead has this record.
         before, context.members = context.members, {*self._run.servers, *self._run.trainers}
         context.events.keep_only(before | context.members)
         return StepOutcome(record, step.logs_for(lead), step.metrics_for(lead))

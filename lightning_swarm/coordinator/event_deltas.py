@@ -20,13 +20,13 @@ class EventDeltas:
         self._sent: dict[PeerId, EventCounts] = {}  # counts in the last answer, which may have been lost
 
     def news(self, noted: Mapping[PeerId, EventCounts], *, version: int) -> dict[PeerId, EventCounts]:
-        """Choose the counts to send to the lead, which knows `version`. Counts only grow, so delays do no harm."""
+        """Choose the counts to send to the lead, which knows `version`. Counts only grow, so a delay loses none."""
         if version != self._version:
-            sent_before = {peer: one for peer, one in self._known.items() if peer not in self._sent}
-            self._known = {peer: one for peer, one in (sent_before | self._sent).items() if peer in noted}
+            sent_before = {peer: counts for peer, counts in self._known.items() if peer not in self._sent}
+            self._known = {peer: counts for peer, counts in (sent_before | self._sent).items() if peer in noted}
             self._version, self._sent = version, {}
         last_sent = {peer: index for index, peer in enumerate(self._known)}
-        new = [peer for peer, one in noted.items() if one.counts and self._known.get(peer) != one]
+        new = [peer for peer, events in noted.items() if events.counts and self._known.get(peer) != events]
         new.sort(key=lambda peer: last_sent.get(peer, -1))
         self._sent = {peer: noted[peer] for peer in new[:MAX_NEWS]}
         return dict(self._sent)

@@ -16,12 +16,12 @@ from lightning_swarm.network.liveness import alive_among
 
 
 class LeadLiveness:
-    """Whether the lead is alive, and for which records its loop is ready. Stores its hyperparameters."""
+    """Tracks whether the lead is alive, and for which records its loop is ready. Stores its hyperparameters."""
 
     # The permit. A record changes the weights, so it is decided only while the lead's loop is ready for it: while the
-    # lead waits for a record or, with delayed steps, trains. A permit covers all steps up to one, and is withdrawn as
-    # soon as an answer lets the loop go on, because it may validate next. Without delayed steps, the record itself uses
-    # the permit up, because the next record is of a later step.
+    # lead waits for a record or, with delayed steps, trains. A permit covers all steps up to one. It is withdrawn as
+    # soon as an answer lets the loop continue, because the loop may validate next. Without delayed steps, no permit
+    # outlasts its record, because the next record is of a later step.
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
@@ -43,15 +43,15 @@ class LeadLiveness:
         self._alive_s = now_s()
 
     def note_restart(self) -> None:
-        """Record that the lead was started again, and knows nothing of the run."""
+        """Record that the lead was restarted, and knows nothing of the run."""
         self._restarted = True
 
     def check(self) -> None:
         """Raise StepError if the lead was silent for too long."""
         if now_s() >= self._alive_s + self._timeout:
             raise StepError(
-                f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
-                "`Limits.lead_timeout` if what it does between two batches takes longer."
+                f"the lead {self._run.manifest.lead} was silent for {self._timeout:g} s. Raise `Limits.lead_timeout` "
+                "if its work between two batches takes longer."
             )
 
     # ------------------------------------------------------------------ a lead that is gone
@@ -59,9 +59,9 @@ class LeadLiveness:
     async def until_gone(self) -> str:
         """Watch the lead until another one is appointed, and return ""; or return why the run must end instead."""
         # While the lead answers, nothing happens. Otherwise, another lead is appointed:
-        # - at once if some servers follow a next lead already, which has not confirmed to this coordinator;
-        # - each time that the silence has lasted `_appoint_after_s` longer;
-        # - for the last time if the lead was started again or is silent for `_timeout`. If that fails, the run ends.
+        # - at once if servers already follow a next lead that has not confirmed to this coordinator;
+        # - again whenever the silence has lasted another `_appoint_after_s`;
+        # - for the last time if the lead was restarted, or was silent for `_timeout`. If that fails, the run ends.
         lead = self._run.manifest.lead
         silent_s = tried_s = 0.0  # seconds of silence until now, and until the newest attempt
         while True:
@@ -76,7 +76,7 @@ class LeadLiveness:
                 if is_last:
                     return self._why_lost(lead, why_not)
             await asyncio.sleep(self._silence_s)
-            # Time for which this peer itself was frozen does not count.
+            # Time during which this peer itself was frozen does not count.
             silent_s = 0.0 if is_alive else silent_s + min(now_s() - asked_s, 2 * self._silence_s)
             tried_s = min(tried_s, silent_s)
 
@@ -95,17 +95,17 @@ class LeadLiveness:
         """Try to appoint another lead; return why there is none, or ""."""
         why_not = await appoint(self._transport, self._run, timeout=self._silence_s, is_last=is_last)
         if not why_not:
-            # The new lead gave no sign of life yet, so it is pinged next. Calls that wait for the former lead may fail
-            # meanwhile (`check`), and the rollback ends them in any case.
+            # The new lead has given no sign of life yet, so it is pinged next. Calls that wait for the former lead may
+            # fail meanwhile (`check`), but the rollback ends them anyway.
             self._alive_s, self._restarted, self._appointed = 0.0, False, self._run.manifest.lead
         return why_not
 
     def _why_lost(self, lead: PeerId, why_not: str) -> str:
-        gone = "was started again" if self._restarted else f"was not heard of for {self._timeout:g} s"
+        gone = "was restarted" if self._restarted else f"was silent for {self._timeout:g} s"
         return (
-            f"the lead {lead} {gone}, and nobody takes it over: {why_not}. Start the run again with `ckpt_path`. A "
-            "peer that was started by a program with data can take a run over. Raise `Limits.lead_timeout` to wait "
-            "longer for a lead that may come back."
+            f"the lead {lead} {gone}, and no peer takes the run over: {why_not}. Start the run again with `ckpt_path`. "
+            "Only a peer whose program has the data can take a run over. Raise `Limits.lead_timeout` to wait longer "
+            "for a lead that may come back."
         )
 
     # ------------------------------------------------------------------ the permit
@@ -117,13 +117,13 @@ class LeadLiveness:
         await self._changes.notify()
 
     def withdraw_permit(self) -> None:
-        """Permit no record until the lead asks again, because its loop goes on and may validate."""
+        """Permit no record until the lead asks again, because its loop continues and may validate."""
         self._permitted_until = None
 
     def note_decided(self, step: int) -> None:
         """Record that a step's record is applied."""
         self.deciding_step = None
-        self.hyperparameters = {of: values for of, values in self.hyperparameters.items() if of > step}
+        self.hyperparameters = {later: values for later, values in self.hyperparameters.items() if later > step}
 
     async def wait_until_ready(self, step: OpenStep) -> list[dict[str, Any]]:
         """Wait until the lead's loop is ready for the record; return the hyperparameters of each parameter group."""
@@ -134,7 +134,6 @@ class LeadLiveness:
         return self.hyperparameters[step.step]
 
     def _is_ready(self, step: int) -> bool:
-        """Return whether the record of a step is permitted, the next that the lead lacks, and has hyperparameters."""
-        # A lead at version v has the records of all steps before v, so it sees every step.
+        """Return whether a step's record is permitted and has hyperparameters, and the lead has all earlier records."""
         is_permitted = self._permitted_until is not None and self._permitted_until >= step
         return is_permitted and self.known_version >= step and step in self.hyperparameters

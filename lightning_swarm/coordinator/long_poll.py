@@ -40,7 +40,7 @@ class StepEnds:
         return await self.hold(caller, request)
 
     async def hold(self, caller: PeerId, request: RecordRequest) -> RecordReply:
-        """Hold the answer for a while: until the record was sent to all servers, or the caller may get a place."""
+        """Hold the answer until the record was sent to all servers, the caller may get a place, or the time is over."""
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
         # A former coordinator may have opened the step that the trainer knows.
@@ -58,26 +58,26 @@ class StepEnds:
             return request.step == state.open.step and self._leases.would_answer(state.open, caller)
 
         patience_s = self._leases.patience_s(caller)
-        await self._changes.until(lambda: has_answer() or takes_batches(), look_again_s=patience_s)
+        await self._changes.until(lambda: has_answer() or takes_batches(), recheck_s=patience_s)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if has_answer():
             if is_lead and self._run.manifest.settings.delay_optimizer_step:
-                # The lead may have permitted a record that is on its way. If it does not come, the lead asks again.
+                # The lead may have permitted another record, which is being decided. If that takes long, it asks again.
                 if not await self._changes.until(lambda: self._lead.deciding_step is None):
                     return RecordReply(record=None, closing=True, open=request.step)
-                self._lead.withdraw_permit()  # it may cover the next record, too
+                self._lead.withdraw_permit()  # the permit may also cover the next record
             return self._outcome_for(caller, request.version)
         await self._lease_expiry.check_overdue(step)
         if is_lead and takes_batches():
-            self._lead.withdraw_permit()  # the lead trains on; otherwise it asks for the record again at once
+            self._lead.withdraw_permit()  # the lead trains on; if it got no place, it would ask for the record again
         return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """Make the answer to a trainer that knows `version`; only the lead's has logs, metrics and event counts."""
         outcome = self._step_state.outcome
         has_record_before = outcome.record is None or version == outcome.step
-        # A trainer that skipped a record needs the members (`seats`) as of this record, because this server may have
-        # applied a newer one. `has_record_before`: this record follows the version that the trainer knows.
+        # A trainer that missed a record needs the members (`seats`) after this record; this server may have applied a
+        # newer one. `has_record_before`: this record follows the version that the trainer knows.
         seats = None if has_record_before else self._run.seats_at(outcome.step + 1)
         reply = RecordReply(record=outcome.record, closing=True, open=self._open_for(trainer), seats=seats)
         if trainer != self._run.manifest.lead:
@@ -86,7 +86,7 @@ class StepEnds:
         return replaced(reply, logs=outcome.logs, noted=news, measured=sorted(outcome.metrics))
 
     def _open_for(self, trainer: PeerId) -> int:
-        """Return the step that grants places. The lead first has to send the hyperparameters of the step before."""
+        """Return the step in which a trainer may ask for places. The lead first sends a late step's hyperparameters."""
         state = self._step_state
         is_lead, late_step = trainer == self._run.manifest.lead, state.late_step
         if is_lead and late_step is not None and late_step.step not in self._lead.hyperparameters:
@@ -98,7 +98,7 @@ class StepEnds:
         outcome = self._step_state.outcome
         if request.step != outcome.step:
             raise ProtocolError(
-                f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
+                f"the newest record is of step {outcome.step}, got a request for metrics of step {request.step}"
             )
         return outcome.metrics.get(request.first, Message())  # lost if its trainer and a coordinator died
 

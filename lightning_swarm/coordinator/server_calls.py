@@ -43,7 +43,7 @@ from lightning_swarm.protocol.rpc import A, Call, Q
 async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
     """Notify peers that the run is over for them, with the reason if it was aborted; a peer may be gone."""
     peers = sorted(set(peers))
-    # A peer that was never admitted refuses, and goes on waiting for a run.
+    # A peer that was never admitted refuses the call, and continues to wait for a run.
     if broken_off:
         await ask_each(transport, peers, rpc.BREAK_OFF, RunAborted(reason=broken_off), timeout=timeout, tries=MAX_TRIES)
     else:
@@ -53,16 +53,15 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
 _T = TypeVar("_T")
 
 ROUND_TIMEOUTS: Final = 5.0
-"""Call timeouts of a round: a server waits for other servers' parts, then for their means; twice with PowerSGD."""
+"""Call timeouts for one round: a server waits for other servers' parts, then for their means; twice with PowerSGD."""
 
-
-_MAX_DAMAGED: Final = 3  # repetitions of a call whose messages were damaged on their way
+_MAX_DAMAGED: Final = 3  # repetitions of a call whose messages were damaged in transit
 _FIRST_PAUSE_S: Final = 1.0  # wait before a record is sent to a server again; doubles each time
 _LONGEST_PAUSE_S: Final = 30.0
 
 
 class ServerSilent(DeadlineExceeded):
-    """A server, which may be a stranger's, answers pings but not the coordinator's call."""
+    """A server answers pings but not the coordinator's call, in a run with strangers."""
 
 
 class ServerCalls:
@@ -73,7 +72,7 @@ class ServerCalls:
         self._term = context.proposer.term
         self._spawn = context.spawn
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
-        self._behind: dict[PeerId, Record] = {}  # server -> newest record, which it may not have applied
+        self._behind: dict[PeerId, Record] = {}  # server that may not have applied the newest record -> that record
         self.unsettled: dict[PeerId, SwarmError] = {}  # servers without the change with which the open step began
         # Method -> durations, from which deadlines follow. None: no server is a stranger, and calls have full timeouts.
         self._durations: defaultdict[Rpc, Durations] | None = None
@@ -87,13 +86,13 @@ class ServerCalls:
         return self._transport.peer_id
 
     async def address(self) -> str:
-        """An address of the coordinator."""
+        """Return an address of the coordinator."""
         return (await self._transport.addresses())[0]
 
     async def settle(self, request: SettleRequest) -> None:
         """Have the servers begin the open step with a change; exclude servers that fail from the step.
 
-        Raises SwarmError if the coordinator's own server refuses, or all of a stage.
+        Raises SwarmError if the coordinator's own server fails, or all servers of a stage.
         """
         _, failed = await self.ask_all(rpc.SETTLE, self._run.servers, request)
         for roster in self._run.rosters:
@@ -117,7 +116,8 @@ class ServerCalls:
                 apply_received_ban(self._transport, signed)  # the step's record then includes it
             return answer
 
-        return await self._each(rpc.FREEZE, {peer: partial(freeze, peer, one) for peer, one in requests.items()})
+        works = {peer: partial(freeze, peer, request) for peer, request in requests.items()}
+        return await self._each(rpc.FREEZE, works)
 
     async def average(
         self,
@@ -127,7 +127,7 @@ class ServerCalls:
         late: bool,
         choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]],
     ) -> tuple[dict[PeerId, AverageReply], dict[PeerId, SwarmError]]:
-        """Run a round of averaging. If all answer well, every server of its rosters holds its stages' means.
+        """Run a round of averaging. If no server fails or reports a failure, all hold their stages' means.
 
         `choose_blamed` names the servers to blame for a failed round, from the peers that each server did not reach.
         """
@@ -135,25 +135,25 @@ class ServerCalls:
         waits = _AverageWaits(patience_s, choose_blamed)
 
         async def ask(peer: PeerId, request: AverageRequest) -> AverageReply:
-            # With the longer timeout, servers can report a silent server before they are late themselves.
+            # The longer timeout leaves servers time to report a silent server, before they are late themselves.
             timeout = patience_s if waits.has_failed else ROUND_TIMEOUTS * patience_s
             async with waits.until_blamed(peer):
                 reply = await self._call(peer, rpc.AVERAGE, request, timeout=timeout)
             if any(part.squared_norm < 0.0 for part in reply.parts):
                 norms = [part.squared_norm for part in reply.parts]
-                raise ProtocolError(f"squared norms are not negative, got {norms}")
+                raise ProtocolError(f"squared norms must not be negative, got {norms}")
             if self._durations is not None:
                 waits.note(peer, reply.unreached)
             return reply
 
         works = {
-            peer: partial(ask, peer, AverageRequest(closing=closing, named=held, late=late, patience_s=patience_s))
-            for peer, held in sorted(named.items())
+            peer: partial(ask, peer, AverageRequest(closing=closing, named=receipts, late=late, patience_s=patience_s))
+            for peer, receipts in sorted(named.items())
         }
         return await self._each(rpc.AVERAGE, works)
 
     async def ask(self, peer: PeerId, method: Call[Q, A], request: Q, *, num_timeouts: float) -> A:
-        """Call a peer that has so many call timeouts to answer; raise its error."""
+        """Call a peer, which has `num_timeouts` call timeouts to answer; raise its error."""
         return await self._call(peer, method, request, timeout=num_timeouts * self._timeout)
 
     async def apply(self, record: Record) -> None:
@@ -163,8 +163,8 @@ class ServerCalls:
         """
         self._behind.clear()
         self.unsettled.clear()
-        # Also the servers that the record releases, because they stay until they have applied it.
-        rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
+        # These include servers that the record releases, because they stay until they have applied it.
+        rosters = [*self._run.present(record.closing.absent), [newcomer.member for newcomer in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
         _, late = await self.ask_all(rpc.APPLY, peers, record)
         self._behind = dict.fromkeys(late, record)
@@ -198,36 +198,36 @@ class ServerCalls:
     ) -> tuple[dict[PeerId, _T], dict[PeerId, SwarmError]]:
         """Run all calls at once, and return answers and errors; an error of the coordinator's own server is raised.
 
-        If servers are untrusted, a server that is much later than the rest is not waited for. Raises NotCoordinator if
-        a server follows a higher term and the voters confirm it, because a single report deposes no coordinator.
+        If servers are untrusted, calls do not wait for a server that is much later than the others. Raises
+        NotCoordinator if a server follows a higher term and the voters confirm it; a single report is not enough.
         """
         replies = await gather(self._answer_of(method, peer, work) for peer, work in works.items())
-        found = dict(zip(works, replies, strict=True))
-        if self._durations is not None and self._are_most_late(found):
+        results = dict(zip(works, replies, strict=True))
+        if self._durations is not None and self._are_most_late(results):
             # The whole swarm is slow, or this peer's own link. So late servers get twice the time, and it is doubled
             # again whenever most are late.
             self._durations[method].extend()
-            late = [peer for peer, reply in found.items() if isinstance(reply, ServerSilent)]
+            late = [peer for peer, result in results.items() if isinstance(result, ServerSilent)]
             again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
-            found.update(zip(late, again, strict=True))
-            if self._are_most_late(found):  # then no silence counts
-                found = {
-                    peer: DeadlineExceeded(str(reply)) if isinstance(reply, ServerSilent) else reply
-                    for peer, reply in found.items()
+            results.update(zip(late, again, strict=True))
+            if self._are_most_late(results):  # then no server is held to be silent
+                results = {
+                    peer: DeadlineExceeded(str(result)) if isinstance(result, ServerSilent) else result
+                    for peer, result in results.items()
                 }
-        failed = {peer: reply for peer, reply in found.items() if isinstance(reply, SwarmError)}
+        failed = {peer: result for peer, result in results.items() if isinstance(result, SwarmError)}
         deposed = next((error for error in failed.values() if isinstance(error, NotCoordinator)), None)
         if deposed is not None and await is_superseded(self._transport, self._run, self._term, timeout=self._silence_s):
             raise deposed
-        return {peer: reply for peer, reply in found.items() if not isinstance(reply, SwarmError)}, failed
+        return {peer: result for peer, result in results.items() if not isinstance(result, SwarmError)}, failed
 
-    def _are_most_late(self, found: Mapping[PeerId, object]) -> bool:
-        """Return whether most of the servers, without the coordinator's own, gave no answer in time."""
-        num_late = sum(isinstance(reply, ServerSilent) for reply in found.values())
-        return 2 * num_late > len(found) - (self.own in found)
+    def _are_most_late(self, results: Mapping[PeerId, object]) -> bool:
+        """Return whether most servers, not counting the coordinator's own, gave no answer in time."""
+        num_late = sum(isinstance(result, ServerSilent) for result in results.values())
+        return 2 * num_late > len(results) - (self.own in results)
 
     async def _answer_of(self, method: Rpc, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
-        """Return a call's answer or error, and note its duration; raise an error of the coordinator's own server."""
+        """Return a call's answer or error, and record its duration; raise an error of the coordinator's own server."""
         began_s = now_s()
         try:
             answer = await work()
@@ -246,7 +246,7 @@ class ServerCalls:
         if self._durations is None:
             return longest_s
         usual = self._durations[method]
-        # Without a peer, the work is done by all servers together.
+        # Without a peer, all servers do the work together.
         slower = 1.0 if peer is None else usual.slowdown(self._durations_of[method, peer])
         return usual.deadline_s(longest_s=longest_s, slowdown=slower)
 
@@ -255,7 +255,7 @@ class ServerCalls:
         try:
             if timeout is None:
                 timeout = self._deadline_s(method, self._timeout, peer)
-            if peer == self.own:  # the own server is no stranger, and the step fails with it
+            if peer == self.own:  # this server is no stranger, and the step fails if it fails
                 timeout = max(timeout, self._timeout)
             ask = partial(method.ask, self._transport, peer, request, timeout=timeout)
             for _ in range(_MAX_DAMAGED):
@@ -263,9 +263,10 @@ class ServerCalls:
                     return await self._as_coordinator(peer, ask)
             return await self._as_coordinator(peer, ask)
         except Unreachable as error:
-            held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
-            stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
-            raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
+            members = ({member.peer_id for member in roster} for roster in self._run.rosters)
+            stages = [f"stage {index}" for index, peers in enumerate(members) if peer in peers]
+            held = " and ".join(stages) or "no stage yet"
+            raise Unreachable(f"peer {peer}, which holds {held}, is gone ({error})") from error
 
     async def _as_coordinator(self, peer: PeerId, ask: Callable[[], Awaitable[_T]]) -> _T:
         """Call a peer; if it does not know this coordinator yet, announce the term and call again.
@@ -282,7 +283,7 @@ class ServerCalls:
 
 
 class _AverageWaits:
-    """Ends the wait for a server that does not answer, once enough servers report that they got nothing from it."""
+    """Ends the wait for a server that does not answer, once other servers' reports blame it for a failed round."""
 
     def __init__(
         self, patience_s: float, choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]]
@@ -290,7 +291,7 @@ class _AverageWaits:
         self._patience_s, self._choose_blamed = patience_s, choose_blamed
         self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # server -> peers that it did not reach
         self._limits: dict[PeerId, asyncio.Timeout] = {}  # timeouts of servers that have not answered
-        self._earliest_s = now_s() + patience_s  # no server is given up before
+        self._earliest_s = now_s() + patience_s  # before this time, no wait ends
 
     @property
     def has_failed(self) -> bool:
@@ -299,13 +300,13 @@ class _AverageWaits:
 
     @contextlib.asynccontextmanager
     async def until_blamed(self, peer: PeerId) -> AsyncIterator[None]:
-        """Wait for an answer within the context; `DeadlineExceeded` if the server is blamed before it answers."""
+        """Wait for an answer within the context; raise DeadlineExceeded if the server is blamed before it answers."""
         try:
             async with asyncio.timeout(None) as self._limits[peer]:
                 yield
         except TimeoutError as error:
-            text = f"{peer} gave other servers no part of a mean, and did not answer, for {self._patience_s:g} s"
-            raise DeadlineExceeded(text) from error
+            reason = f"{peer} sent other servers no part of a mean, and did not answer, for {self._patience_s:g} s"
+            raise DeadlineExceeded(reason) from error
         finally:
             self._limits.pop(peer, None)
 
@@ -313,8 +314,11 @@ class _AverageWaits:
         """Record the peers that a server did not reach."""
         self._unreached[peer] = unreached
         while self._limits and self.has_failed:
-            waited_for = {by: [one for one in peers if one in self._limits] for by, peers in self._unreached.items()}
-            blamed = self._choose_blamed(waited_for)
+            late = {
+                reporter: [peer for peer in unreached if peer in self._limits]
+                for reporter, unreached in self._unreached.items()
+            }
+            blamed = self._choose_blamed(late)
             # If two servers accuse each other, the one that answered may have reported falsely.
             if len(blamed) != 1 or blamed[0] not in self._limits:
                 return

@@ -63,7 +63,7 @@ class TrainerHandlers:
         self.membership = TrainerMembership(context, lease_expiry, epoch=lambda: self.lead.epoch)
 
     def answer(self) -> None:
-        """Begin to answer. The context's task owner must run already, because trainers' calls start tasks at once."""
+        """Begin to answer. The context's task owner must already run, because trainers' calls start tasks."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.note_alive()
         rpc.CHANGE.serve(transport, self._handle_change)
@@ -86,7 +86,7 @@ class TrainerHandlers:
         """Have the servers begin the open step with the lead's change, before any place is granted."""
         manifest = self._run.manifest
         if caller != manifest.lead:
-            raise ProtocolError(f"only the lead {manifest.lead} may change how a step begins, not {caller}")
+            raise ProtocolError(f"only the lead {manifest.lead} may send the change of a step, not {caller}")
         self._run.check_generation(request.generation)
         check_change(request.change, manifest.stages)
         self._allow_change(request.change, manifest.stages)
@@ -95,25 +95,24 @@ class TrainerHandlers:
             step = self._step_state.open
             if request.step != step.step or step.begun or self._step_state.late_step is not None:
                 raise ProtocolError(
-                    f"a change comes before a step's first grant; step {step.step} is open, and something was "
-                    f"granted in it or step {request.step} was meant"
+                    f"a change must come before the first grant of its step, got one of step {request.step}, while "
+                    f"step {step.step} is open{' and has granted places' if step.begun else ''}"
                 )
-            own = request.generation  # the run may be rolled back meanwhile
             change = self._step_state.change.then(request.change)
-            await self._servers.settle(SettleRequest(own, step.step, change=change))
-            self._run.check_generation(own)
+            await self._servers.settle(SettleRequest(request.generation, step.step, change=change))
+            self._run.check_generation(request.generation)  # the run may have been rolled back meanwhile
             self._step_state.change = change
 
     async def _handle_plan(self, caller: PeerId, request: PlanRequest) -> None:
         if caller != self._run.manifest.lead:
-            raise ProtocolError(f"only the lead {self._run.manifest.lead} plans the order of batches, not {caller}")
+            raise ProtocolError(f"only the lead {self._run.manifest.lead} sends the order of batches, not {caller}")
         self._note_alive(caller)
         self._run.check_generation(request.generation)
         self._step_state.plan(request.plan, request.position)
         await self._changes.notify()
 
     async def _handle_take_plan(self, caller: PeerId, request: TakePlanRequest) -> TakePlanReply:
-        """Hold a trainer until the lead's plan of an epoch is there, or the open step is past the epoch."""
+        """Hold a trainer's call until the lead has sent the order of an epoch, or the open step is past the epoch."""
         self._run.check_generation(request.generation)
         state = self._step_state
 
@@ -133,10 +132,10 @@ class TrainerHandlers:
         self._check_honest(caller)
         state = self._step_state
         is_lead = caller == self._run.manifest.lead
-        if self._is_beyond(request.step, "a request for a place"):  # a former coordinator had opened the step
+        if self._is_beyond(request.step, "a request for a place"):  # a former coordinator opened the step
             return GrantReply(wait=WaitForRecord(step=state.open.step))
-        if caller in state.open.without:
-            # Its own server is excluded. If it is the lead, its request for the record brings the hyperparameters.
+        if caller in state.open.without_server:
+            # Its own server is excluded. If it is the lead, its next request, for the record, has the hyperparameters.
             return GrantReply(wait=WaitForRecord(step=state.open.step))
         if not await self._changes.until(lambda: not self._run.lacks_model(caller)):
             return GrantReply(wait=WaitForRecord(step=None))
@@ -148,14 +147,14 @@ class TrainerHandlers:
             return GrantReply(wait=WaitForRecord(step=None))
         if request.batch is not None and not await self._changes.until(lambda: state.open.window is not None):
             return GrantReply(wait=WaitForRecord(step=None))  # the coordinator does not have the order yet
-        async with self._settling:  # not before all servers know what this step trains
+        async with self._settling:  # all servers must first know which parameters this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.leases.grant(state.open, caller, request)
             if reply.wait is not None:  # trainers that owe a batch may be gone
                 for trainer in self.leases.owed_by(state.open):
                     self._lease_expiry.watch(trainer)
         if reply.wait is not None and self.leases.leaves_own(caller):
-            await self._changes.notify()  # another waiting trainer may bring its batch
+            await self._changes.notify()  # another waiting trainer may take over its batch
         if is_lead and reply.grant is not None and state.late_step is not None:
             late = state.late_step.step
             await self.lead.permit(late, version=late)  # the lead trains, so it does not validate
@@ -167,7 +166,7 @@ class TrainerHandlers:
         self._lease_expiry.watch(trainer)
 
     async def _grant_ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
-        """Grant a place for a trainer's next batch, unless the open step is one that the trainer does not know yet."""
+        """Grant a place for a trainer's next batch, unless the trainer does not know of the open step yet."""
         # The lead may validate before it uses this place, so the grant permits no record.
         if request.following is None or self._is_excluded(caller):
             return None
@@ -176,14 +175,14 @@ class TrainerHandlers:
             step = self._step_state.open
             known = request.step if reply.ended is None else reply.ended.open
             if step.step != known or known != request.step + reply.closing:
-                return None  # an old request, or the end of its step is still to come
+                return None  # the request is old, or the trainer first has to learn that its step ended
             return self.leases.grant_ahead(step, caller, replaced(request.following, step=known))
 
     async def _handle_begin(self, caller: PeerId, request: BatchBegins) -> None:
         """Permit the late step's record, because the lead begins to train a batch that was granted earlier."""
         self._run.check_generation(request.generation)
         if caller != self._run.manifest.lead:
-            raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
+            raise ProtocolError(f"only the lead {self._run.manifest.lead} reports that it begins a batch, not {caller}")
         step, late_step = self._step_state.open, self._step_state.late_step
         if late_step is not None and request.step == step.step and request.first in step.under_way(caller):
             await self.lead.permit(late_step.step, version=late_step.step)
@@ -204,13 +203,11 @@ class TrainerHandlers:
         self._undecided(request.step, "an armed batch").arm(request.lease, caller, request.receipts, request.logs)
 
     async def _handle_register(self, caller: PeerId, request: RegisterRequest) -> None:
-        """Register a trainer that missed the takeover. Its batches still count if their step is open."""
+        """Register the batches of a trainer that missed the takeover. They still count if their step is open."""
         self._run.check_generation(request.generation)
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease:
-                raise ProtocolError(
-                    f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
-                )
+                raise ProtocolError(f"a trainer registers only leases of former coordinators, got {lease.grant}")
         step = self._step_state.open
         if caller == self._run.manifest.lead and request.report.position is not None:
             for plan in request.report.plans:  # even if the lead missed a record, because it sends plans only once
@@ -243,7 +240,7 @@ class TrainerHandlers:
         """Record the end of a batch, and answer the requests that came with it."""
         self._run.check_generation(request.generation)
         self._check_ahead(caller, request)
-        reply = await self._done(caller, request)
+        reply = await self._record_done(caller, request)
         if request.ends is not None and reply.closing:
             reply = replaced(reply, ended=await self._handle_record(caller, request.ends))
         elif request.following is not None and reply.imminent is not None:
@@ -253,26 +250,27 @@ class TrainerHandlers:
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
         """Refuse a batch's end that comes with requests about another step, before it is recorded."""
-        own = request.generation, request.step
-        for what in (request.ends, request.following):
-            if what is not None and (what.generation, what.step) != own:
-                raise ProtocolError(f"the end of a batch of step {request.step} came with a request for {what.step}")
+        for other in (request.ends, request.following):
+            if other is not None and (other.generation, other.step) != (request.generation, request.step):
+                raise ProtocolError(
+                    f"the end of a batch of step {request.step} came with a request about step {other.step}"
+                )
         if request.ends is not None and caller == self._run.manifest.lead:
             check_hyperparameters(request.ends)
 
-    async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
-        """Record the end of a batch, perhaps reported before or too late; return whether its step closes."""
+    async def _record_done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
+        """Record the end of a batch, which may be a repeated or a late report; return whether its step closes."""
         if self._is_beyond(request.step, "the end of a batch"):
             if request.lease is not None and not request.withdrawn:
                 raise LeaseRevoked(f"the new coordinator knows of no batch in step {request.step}")
             return BatchDoneReply(closing=False)
         step, late_step = self._step_state.open, self._step_state.late_step
         if late_step is not None and request.step == late_step.step:  # reported again, because the answer was lost
-            self._enter(late_step, caller, request)
+            self._record_end(late_step, caller, request)
             return BatchDoneReply(closing=True)
         newest = step.step - 1 - self._run.manifest.settings.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
-            if request.lease is not None and not request.withdrawn:  # the trainer was away, or the answer was lost
+            if request.lease is not None and not request.withdrawn:  # the report is late, or the answer was lost
                 self._run.check_counted(request.step, request.first)
             self._events.learn({caller: request.noted})
             return BatchDoneReply(closing=True)
@@ -280,7 +278,7 @@ class TrainerHandlers:
             raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
         if request.close and caller != self._run.manifest.lead:
             raise ProtocolError(f"the lead {self._run.manifest.lead} closes steps, not {caller}")
-        self._enter(step, caller, request)
+        self._record_end(step, caller, request)
         self._events.learn({caller: request.noted})
         if request.close:
             self._close(step, request.total_weight)
@@ -288,7 +286,7 @@ class TrainerHandlers:
         return BatchDoneReply(closing=step.closing, imminent=self._release_lead(caller, request.version))
 
     def _release_lead(self, trainer: PeerId, version: int) -> int | None:
-        """Let the lead validate, unless a record that it is ready for has come or is on its way."""
+        """Withdraw the lead's permit; if a permitted record is there or being decided, return its step instead."""
         if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
         self.lead.known_version = max(self.lead.known_version, version)
@@ -299,7 +297,7 @@ class TrainerHandlers:
         self.lead.withdraw_permit()
         return None
 
-    def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
+    def _record_end(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         """Record in a step that a batch is complete or withdrawn."""
         if request.lease is None:  # the request only closes the step
             return
@@ -335,15 +333,15 @@ class TrainerHandlers:
     async def _handle_renew(self, caller: PeerId, _: None) -> None:
         self._note_alive(caller)
 
-    async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
+    async def fail(self, reason: str, error: type[StepError] = StepError) -> None:
         """Fail all calls because the open step cannot be decided; the first reason stays."""
-        await self._changes.fail(kind(f"step {self._step_state.open.step} could not be decided: {reason}"))
+        await self._changes.fail(error(f"step {self._step_state.open.step} could not be decided: {reason}"))
 
     def _note_alive(self, caller: PeerId) -> None:
         """Record a trainer's call as a sign of life; raise the coordinator's failure, if there is one."""
         self._run.check_trainer(caller)
         if self._run.is_rolling_back:
-            raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
+            raise Busy(f"{self._run.manifest.lead} leads the run now, and is about to roll it back")
         self._lease_expiry.gone.discard(caller)
         self.membership.note_alive(caller)
         if caller == self._run.manifest.lead:
@@ -351,10 +349,10 @@ class TrainerHandlers:
         self._changes.check()
 
     def _undecided(self, step: int, what: str) -> OpenStep:
-        """Return a step that a trainer reports on; it must not be decided yet."""
-        found = self._step_state.find(step)
-        if found is not None:
-            return found
+        """Return the state of a step that a trainer reports on; the step must not be decided yet."""
+        undecided = self._step_state.find(step)
+        if undecided is not None:
+            return undecided
         if self._is_beyond(step, what):
             raise LeaseRevoked(f"the new coordinator knows of no batch in step {step}")
         raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")

@@ -380,7 +380,11 @@ class Tied(Model):
 
 @pytest.mark.parametrize(
     ("model", "error"),
-    [(WithBatchNorm, "running statistics"), (Frozen, "the first stage trains something"), (Tied, "in two stages")],
+    [
+        (WithBatchNorm, "running statistics"),
+        (Frozen, "the first stage must train a parameter"),
+        (Tied, "in two stages"),
+    ],
 )
 def test_models_that_no_audit_can_look_into_are_refused(model: type[Model], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
@@ -419,7 +423,7 @@ def test_what_audits_ask_for_may_be_on_disk() -> None:
 def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accomplice is convicted in the same step in which it vouched for the other."""
     expected = honest_weights(6, num_stages=1)
-    assigned, auditors = StepAudits._assigned, {"peer-3": "peer-5", "peer-4": "peer-3"}
+    assigned, auditors = StepAudits._assign, {"peer-3": "peer-5", "peer-4": "peer-3"}
     again = list[list[str]]()
 
     def assign(self: StepAudits, step: Any, units: Any, verdict: Any) -> list[Any]:
@@ -429,7 +433,7 @@ def test_who_was_audited_by_a_liar_is_audited_again(monkeypatch: pytest.MonkeyPa
             return found
         return [replace(one, auditor=PeerId(auditors.get(one.unit.peer, one.auditor))) for one in found]
 
-    monkeypatch.setattr(StepAudits, "_assigned", assign)
+    monkeypatch.setattr(StepAudits, "_assign", assign)
     liars = [Adversary(peer, "scaled_sum", since=SINCE, strength=1.0001) for peer in auditors]
     accomplice = Adversary("peer-3", "cover_up", since=SINCE)
     found, strategy = audited(6, *liars, accomplice, num_stages=1)

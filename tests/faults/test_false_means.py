@@ -306,7 +306,7 @@ PROJECTIONS: dict[str, tuple[Callable[[PartProjections], PartProjections], str]]
     ),
     "too few numbers": (lambda stage: replaced(stage, sums=stage.sums[1:]), "has 768 numbers of each kind"),
     "negative sizes": (lambda stage: replaced(stage, norms=[-1.0] * len(stage.norms)), "norms must not be negative"),
-    "another stage": (lambda stage: replaced(stage, stage_index=0), "answered for others"),
+    "another stage": (lambda stage: replaced(stage, stage_index=0), "answered about others"),
 }
 
 

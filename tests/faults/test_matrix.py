@@ -102,7 +102,7 @@ def test_the_lead_dies(phase: Phase) -> None:
     try:
         for name in swarm.servers:
             swarm.live(name)
-        with pytest.raises(StepError, match=f"the lead {LEAD} was not heard of for 100 s"):
+        with pytest.raises(StepError, match=f"the lead {LEAD} was silent for 100 s"):
             swarm.train()
         plan.check()
         assert swarm.loop.time() < swarm.struck_s[0] + limits.lead_timeout + 2 * limits.call_timeout
@@ -114,7 +114,7 @@ def test_the_lead_dies(phase: Phase) -> None:
         assert ends.keys() == swarm.servers.keys(), "a server stays for ever"
         for error in ends.values():
             assert isinstance(error, StepError)
-            assert f"the run is over: the lead {LEAD} was not heard of for 100 s" in str(error)
+            assert f"the run is over: the lead {LEAD} was silent for 100 s" in str(error)
         swarm.audit_samples()
         swarm.audit_state()
     finally:

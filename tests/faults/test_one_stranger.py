@@ -247,7 +247,7 @@ def test_who_says_now_and_then_that_it_holds_all_has_nobody_left_out(monkeypatch
 def test_a_stage_of_liars_alone_is_lost_with_them(attack: str) -> None:
     """The run can therefore roll back to a snapshot, if it has one."""
     liars = ["peer-1", "peer-3", "peer-5"]
-    with pytest.raises(StageLost, match="stage 0 has nobody left"):
+    with pytest.raises(StageLost, match="stage 0 has no server left"):
         audited(6, *(Adversary(liar, attack, since=SINCE) for liar in liars), num_stages=2)
 
 

@@ -144,7 +144,7 @@ def test_machines_that_never_compute_the_same_bits_are_compared_within_a_toleran
 ) -> None:
     settings = {**FLOATS, "num_stages": 1}
     _, strategy = audited(4, model=UnsteadyModel(), **settings)
-    assert "not the same bits twice" in caplog.text
+    assert "do not repeat their bits" in caplog.text
     assert not events_of(strategy, "convicted") | events_of(strategy, "disputed")
     liar = Adversary("peer-3", "scaled_sum", since=SINCE, strength=1.01)
     _, strategy = audited(4, liar, model=UnsteadyModel(), **settings)

@@ -53,5 +53,5 @@ def test_a_trainer_that_goes_on_so_gets_no_place_any_more(claims: bool) -> None:
 
         swarm.trainers[LIAR].transport._call_handlers[REPLAY.name] = nothing
     swarm.tell()
-    assert "struck for another weight" in swarm.refusal
+    assert "struck, because they had another weight" in swarm.refusal
     assert swarm.num_lies >= 3

@@ -404,7 +404,7 @@ def test_weights_that_differ_by_a_bit_do_not_get_in(caplog: pytest.LogCaptureFix
     joining = Joining(prepare=spoiling)
     run = swarm(joining, num_joiners=0)
     assert_exact(run, plain())
-    assert "are not those of stage 0" in caplog.text
+    assert "differ from the weights of stage 0" in caplog.text
 
 
 class Wider(DigitsMLP):

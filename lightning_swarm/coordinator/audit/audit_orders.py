@@ -29,7 +29,7 @@ from lightning_swarm.protocol.rpc import FINDINGS, ORDER_AUDITS, RESULTS, SKETCH
 
 _log = logging.getLogger(__name__)
 
-_MOST_AT_ONCE: Final = 64  # microbatches that a trainer sends to one auditor in one call
+_MAX_WORK: Final = 64  # microbatches that a trainer sends to one auditor in one call
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Assignment:
 
     unit: Unit  # the audited server and its stage
     auditor: PeerId
-    receipts: Sequence[Receipt]  # ordered as they were added
-    within_tolerance: bool = False  # the auditor's machine is of another kind, so numbers are compared, not digests
+    receipts: Sequence[Receipt]  # microbatches, in the order in which the audited server added them
+    within_tolerance: bool = False  # the machines compute different bits, so numbers are compared instead of digests
 
 
 @dataclass
@@ -47,7 +47,7 @@ class TrainerResults:
     """The trainers' reports on which servers computed a step's microbatches."""
 
     # (direction, microbatch) -> server that sent the result, and the result's digest.
-    given: dict[tuple[Direction, Receipt], tuple[PeerId, bytes]] = field(default_factory=dict)
+    sent: dict[tuple[Direction, Receipt], tuple[PeerId, bytes]] = field(default_factory=dict)
     # Microbatch -> servers that failed and were replaced, after they may have sent results.
     replaced: defaultdict[Receipt, set[Unit]] = field(default_factory=lambda: defaultdict(set))
 
@@ -58,11 +58,11 @@ class AuditResults:
 
     order_id: int  # random; names this audit order
     seed: int  # seed of the sketches
-    found: dict[tuple[Unit, PeerId], AuditResult] = field(default_factory=dict)  # unit, auditor -> findings
-    sums: dict[Unit, StageProjection] = field(default_factory=dict)  # audited sums, by the same seed
-    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
+    findings: dict[tuple[Unit, PeerId], AuditResult] = field(default_factory=dict)  # (unit, auditor) -> findings
+    sums: dict[Unit, StageProjection] = field(default_factory=dict)  # unit -> sketch of its sum, by the same seed
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # server without a usable answer -> error
     lost: set[Receipt] = field(default_factory=set)  # microbatches of which no trainer has a copy
-    # (stage, auditor) -> trainers that report that it answers pings, but no audits.
+    # (stage, auditor) -> trainers that report that the auditor answers pings, but not their audits.
     silent: defaultdict[Unit, set[PeerId]] = field(default_factory=lambda: defaultdict(set))
 
 
@@ -75,100 +75,106 @@ class AuditOrders:
     async def sketch(
         self, units: Iterable[Unit], round_: int, seed: int
     ) -> tuple[dict[Unit, StageProjection], dict[PeerId, SwarmError]]:
-        """Ask for sketches of sums; also return the servers that do not send all of their sketches."""
+        """Ask for sketches of sums; also return errors of the servers that do not send all their sketches."""
         wanted = sorted(units)
         request = SketchRequest(generation=self._generation, step=self._step.step, round=round_, seed=seed)
         replies, failed = await self._servers.ask_all(SKETCH, sorted({unit.peer for unit in wanted}), request)
         sums: dict[Unit, StageProjection] = {}
         for peer, reply in replies.items():
-            reported = {Unit(one.stage_index, peer): StageProjection(tuple(one.values)) for one in reply.stages}
-            own = [unit for unit in wanted if unit.peer == peer]
-            if lacking := [unit for unit in own if unit not in reported]:
-                failed[peer] = ProtocolError(f"{peer} gives no sketch of its sum of stage {lacking[0].stage_index}")
+            reported = {Unit(stage.stage_index, peer): StageProjection(tuple(stage.values)) for stage in reply.stages}
+            due = [unit for unit in wanted if unit.peer == peer]
+            if missing := [unit for unit in due if unit not in reported]:
+                failed[peer] = ProtocolError(f"{peer} sent no sketch of its sum of stage {missing[0].stage_index}")
             else:
-                sums.update({unit: reported[unit] for unit in own})  # sketches of other stages are ignored
+                sums.update({unit: reported[unit] for unit in due})  # sketches of other stages are ignored
         return sums, failed
 
     async def results(self) -> TrainerResults:
         """Ask the step's trainers for digests of the results that servers sent, and for servers that failed."""
         request = StepRequest(generation=self._generation, step=self._step.step)
         trainers = sorted({self._step.trainer_of(first) for first, _, _ in self._step.counted})
-        found = TrainerResults()
+        results = TrainerResults()
         replies, failed = await self._servers.ask_all(RESULTS, trainers, request)
         for trainer, error in failed.items():
-            _log.warning("Trainer %s does not say what servers gave it: %s", trainer, error)
+            _log.warning("Trainer %s does not report the results that servers sent: %s", trainer, error)
         for reply in replies.values():
-            for one in reply.results:
-                receipts = sorted(unpack(one.receipts))
-                if len(one.digests) != DIGEST_BYTES * len(receipts):
-                    raise ProtocolError(f"each result has {DIGEST_BYTES} bytes of digest, got {len(one.digests)} bytes")
+            for sent in reply.results:
+                receipts = sorted(unpack(sent.receipts))
+                if len(sent.digests) != DIGEST_BYTES * len(receipts):
+                    raise ProtocolError(
+                        f"{len(receipts)} results have digests of {DIGEST_BYTES} bytes, got {len(sent.digests)} bytes"
+                    )
                 for index, receipt in enumerate(receipts):
-                    digest = one.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
-                    found.given[one.direction, receipt] = one.server, digest
+                    digest = sent.digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
+                    results.sent[sent.direction, receipt] = sent.server, digest
             for replaced in reply.replaced:
                 for receipt in unpack(replaced.receipts):
-                    found.replaced[receipt].add(Unit(replaced.stage_index, replaced.server))
-        return found
+                    results.replaced[receipt].add(Unit(replaced.stage_index, replaced.server))
+        return results
 
     async def audit(self, assignments: Sequence[Assignment], round_: int) -> AuditResults:
-        """Have assignments computed; failed assignments are missing in the results."""
+        """Have auditors compute their assignments; failed assignments are missing in the results."""
         results = AuditResults(draw_challenge(), draw_challenge())
         if not assignments:
             return results
         order_id, seed = results.order_id, results.seed
         # Each auditor has its own calls, so that a slow auditor delays no other auditor's work.
         await gather(
-            self._order_all(trainer, results, compare, work)
-            for (trainer, compare, _), work in self._by_trainer(assignments).items()
+            self._order_all(trainer, results, compares_numbers, work)
+            for (trainer, compares_numbers, _), work in self._by_trainer(assignments).items()
         )
-        about = {(one.unit, one.auditor) for one in assignments}
-        results.found, results.failed = await self.ask_findings(order_id, about, seed)
-        results.sums, failed = await self.sketch({one.unit for one in assignments}, round_, seed)
+        pairs = {(assignment.unit, assignment.auditor) for assignment in assignments}
+        results.findings, results.failed = await self.ask_findings(order_id, pairs, seed)
+        results.sums, failed = await self.sketch({unit for unit, _ in pairs}, round_, seed)
         results.failed |= failed
         return results
 
     async def ask_findings(
-        self, order_id: int, about: Collection[tuple[Unit, PeerId]], seed: int
+        self, order_id: int, pairs: Collection[tuple[Unit, PeerId]], seed: int
     ) -> tuple[dict[tuple[Unit, PeerId], AuditResult], dict[PeerId, SwarmError]]:
-        """Ask auditors for their findings on units under an order, sketched by a seed; also return failed auditors."""
+        """Ask for the findings of (unit, auditor) pairs under an order, sketched by a seed; also return errors."""
         request = FindingsRequest(generation=self._generation, step=self._step.step, order=order_id, seed=seed)
-        found: dict[tuple[Unit, PeerId], AuditResult] = {}
-        replies, failed = await self._servers.ask_all(FINDINGS, sorted({auditor for _, auditor in about}), request)
+        findings: dict[tuple[Unit, PeerId], AuditResult] = {}
+        replies, failed = await self._servers.ask_all(FINDINGS, sorted({auditor for _, auditor in pairs}), request)
         for auditor, reply in replies.items():
-            reported = {(Unit(one.stage_index, one.audited), auditor): one for one in reply.findings}
+            reported = {(Unit(finding.stage_index, finding.audited), auditor): finding for finding in reply.findings}
             try:
-                # Other findings are not read, because a few bytes may name many microbatches.
-                found |= {key: AuditResult.read(one) for key, one in reported.items() if key in about}
+                # Findings on other units are not unpacked, because a few bytes may name many microbatches.
+                findings |= {pair: AuditResult.read(finding) for pair, finding in reported.items() if pair in pairs}
             except ProtocolError as error:
                 failed[auditor] = error
-        return found, failed
+        return findings, failed
 
     def _by_trainer(self, assignments: Sequence[Assignment]) -> dict[tuple[PeerId, bool, PeerId], list[AuditWork]]:
         """Group the work by the calls that order it: (trainer, whether numbers are compared, auditor) -> work."""
-        found: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
-        for one in assignments:
-            for index, receipt in enumerate(one.receipts):
+        work_by_call: defaultdict[tuple[PeerId, bool, PeerId], list[AuditWork]] = defaultdict(list)
+        for assignment in assignments:
+            unit, auditor = assignment.unit, assignment.auditor
+            for index, receipt in enumerate(assignment.receipts):
                 work = AuditWork(
                     receipt=receipt,
-                    stage_index=one.unit.stage_index,
-                    audited=one.unit.peer,
-                    auditor=one.auditor,
+                    stage_index=unit.stage_index,
+                    audited=unit.peer,
+                    auditor=auditor,
                     place=index,  # among the work of its assignment
                 )
-                found[self._step.trainer_of(receipt[0]), one.within_tolerance, one.auditor].append(work)
-        return found
+                call = self._step.trainer_of(receipt[0]), assignment.within_tolerance, auditor
+                work_by_call[call].append(work)
+        return work_by_call
 
-    async def _order_all(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
+    async def _order_all(
+        self, trainer: PeerId, results: AuditResults, compares_numbers: bool, work: list[AuditWork]
+    ) -> None:
         """Have a trainer send all its work to one auditor, in several calls."""
-        # Send one call after the other, because an auditor keeps inputs that arrive before their turn.
-        for begin in range(0, len(work), _MOST_AT_ONCE):
-            await self._order(trainer, results, compare, work[begin : begin + _MOST_AT_ONCE])
+        # The calls are made one after the other, because an auditor buffers inputs that arrive before their turn.
+        for begin in range(0, len(work), _MAX_WORK):
+            await self._order(trainer, results, compares_numbers, work[begin : begin + _MAX_WORK])
 
-    async def _order(self, trainer: PeerId, results: AuditResults, compare: bool, work: list[AuditWork]) -> None:
-        """Have a trainer send work to an auditor; record the work that had no copy, and a silent auditor."""
-        request = AuditOrder(
-            generation=self._generation, step=self._step.step, order=results.order_id, work=work, compare=compare
-        )
+    async def _order(
+        self, trainer: PeerId, results: AuditResults, compares_numbers: bool, work: list[AuditWork]
+    ) -> None:
+        """Have a trainer send work to an auditor; record microbatches without a copy, and a silent auditor."""
+        request = AuditOrder(self._generation, self._step.step, results.order_id, work, compare=compares_numbers)
         try:
             reply = await self._servers.ask(trainer, ORDER_AUDITS, request, num_timeouts=ROUND_TIMEOUTS)
         except SwarmError as error:
@@ -180,5 +186,5 @@ class AuditOrders:
                 results.silent[Unit(item.stage_index, item.auditor)].add(trainer)
         undone = reply.undone
         for index, reason in sorted(undone.items())[:1]:  # index among the `work` of this request
-            one = work[index] if index < len(work) else None
-            _log.warning("%d of %d audits were not done; the first: %s: %s", len(undone), len(work), one, reason)
+            first = work[index] if index < len(work) else None
+            _log.warning("%d of %d audits were not done; the first: %s: %s", len(undone), len(work), first, reason)

@@ -11,36 +11,36 @@ from lightning_swarm.protocol.tied_tensors import TiedTensors
 
 
 def check_auditable(manifest: Manifest) -> None:
-    """Refuse an audited run whose servers exchange more than gradient sums, or some of which train nothing."""
+    """Refuse an audited run if servers exchange more than gradient sums, or the first stages train nothing."""
     if manifest.is_whole:
         raise ConfigError(
-            "with `trust='audited'` the model is cut into stages, for what a trainer computes itself nobody audits: "
-            "this one is whole. Set `num_stages`, and `microbatch_size` where that is 1."
+            "with `trust='audited'` the model must be cut into stages, because no audit checks a trainer's own "
+            "computation: this model is whole. Set `num_stages`, and `microbatch_size` if `num_stages` is 1."
         )
     stages = manifest.stages
-    seeing = [index for index, stage in enumerate(stages) if stage.statistics]
-    if seeing:
+    with_statistics = [index for index, stage in enumerate(stages) if stage.statistics]
+    if with_statistics:
         raise ConfigError(
-            "with `trust='audited'` blocks keep no running statistics, for nobody checks what a server says that its "
-            f"batch norms saw: the stages {seeing} have some. Use GroupNorm or LayerNorm, or BatchNorm with "
+            "with `trust='audited'` blocks must keep no running statistics, because no audit checks those that servers "
+            f"report: the stages {with_statistics} have some. Use GroupNorm or LayerNorm, or BatchNorm with "
             "`track_running_stats=False`."
         )
     ties = TiedTensors(stages)
     if ties:
         names = sorted({name for index in range(len(stages)) for name in ties.of(index)})
         raise ConfigError(
-            "with `trust='audited'` no parameter is in two stages, for nobody checks what one stage tells the other of "
-            f"its gradient: {few(names)} are. Untie them, or cut the model so that one stage has them."
+            "with `trust='audited'` no parameter may be in two stages, because no audit checks the gradient that one "
+            f"stage sends to the other: {few(names)} are. Untie them, or cut the model so that one stage has them."
         )
     check_trains_from_the_start(manifest.selection, stages)
 
 
 def check_trains_from_the_start(selection: Selection | None, stages: Sequence[StageManifest]) -> None:
-    """Refuse to freeze all of the first stages of an audited run, because no work there could be audited."""
+    """Refuse a frozen first stage in an audited run, because no work there could be audited."""
     first = first_trained(selection, stages)
     if selection is not None and first > 0:
         raise ConfigError(
-            "with `trust='audited'` the first stage trains something, for audits look into gradients: stages "
+            "with `trust='audited'` the first stage must train a parameter, because audits check gradients: stages "
             f"0..{first - 1} train nothing. Train a parameter of the first block, such as a bias, or cut the model so "
-            "that what is frozen is in a stage that trains (`split`)."
+            "that frozen blocks share a stage with trained ones (`split`)."
         )

@@ -1,4 +1,9 @@
-"""Evaluates audits: whether a server's claims are true, and whether an auditor's accusation is false. Pure."""
+"""Evaluates audits: whether a server's claims are true, and whether an auditor's accusation is false. Pure.
+
+An auditor computes a server's work again. Machines of one kind must get the same bits, so digests are compared. Between
+machines of different kinds, numbers are compared within a tolerance. If the auditor's findings contradict the server's
+claims, that is an accusation, and the coordinator's own server computes the work a third time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import Final, NamedTuple
 from msgspec import UnsetType
 
 from lightning_swarm.coordinator.audit.policy import (
+    TOUCHED,
     StageProjection,
     Tolerance,
     WorkClaim,
@@ -21,8 +27,8 @@ from lightning_swarm.coordinator.audit.policy import (
 from lightning_swarm.protocol.messages.audits import AuditFinding
 from lightning_swarm.protocol.messages.calls import Origin, Receipt, unpack, unpack_origins
 
-# Recent steps with refuted accusations by a server, before it is convicted. Some are tolerated, because in a diverging
-# step the results of two kinds of machines may be farther apart than ever before.
+# Recent steps in which a server's accusations were refuted, before it is convicted. Some are tolerated, because in a
+# diverging step the results of two kinds of machines may differ by more than the tolerance.
 MAX_REFUTED: Final = 5
 
 MAX_UNPROVEN: Final = 2  # unproven accusations of one server by another, before the coordinator audits instead
@@ -32,12 +38,12 @@ MAX_UNPROVEN: Final = 2  # unproven accusations of one server by another, before
 class AuditResult:
     """One auditor's findings on one server's work."""
 
-    # Digests of the auditor's own computation. If numbers are compared, the digests of results are those of the
-    # results that the audited server sent.
+    # Digests of the auditor's own computation. If numbers are compared, the digests of results are those that the
+    # audited server sent.
     claims: Mapping[Receipt, WorkClaim]
     origins: Mapping[int, Origin]  # place of a batch -> its origin, as received by the auditor
-    refused: frozenset[Receipt]  # the audited server sent no usable tensors of these
-    unheard: frozenset[Receipt]  # the audited server gave no answer on these
+    refused: frozenset[Receipt]  # microbatches of which the audited server sent no usable tensors
+    unheard: frozenset[Receipt]  # microbatches about which the audited server did not answer
     sum_digest: bytes  # BLAKE3 of the auditor's sum
     projection: StageProjection  # sketch of the auditor's sum
     magnitude: float  # sum of the norms of the added gradients
@@ -47,7 +53,7 @@ class AuditResult:
 
     @classmethod
     def read(cls, finding: AuditFinding) -> AuditResult:
-        """Read an auditor's answer; raises ProtocolError if it is malformed."""
+        """Read an auditor's answer; raise ProtocolError if it is malformed."""
         receipts, distance = unpack(finding.receipts), finding.distance
         return cls(
             claims=read_claims(finding.claims, receipts),
@@ -72,48 +78,47 @@ class ClaimedWork:
     sum_digest: bytes
     touched: bytes  # bitmap over the stage's parameters that have a gradient
 
-    def has_claimed_inputs(self, found: AuditResult) -> bool:
+    def has_claimed_inputs(self, finding: AuditResult) -> bool:
         """Return whether an auditor computed all microbatches, each from its claimed inputs."""
-        return len(self.with_claimed_inputs(found)) == len(self.claims)
+        return len(self.with_claimed_inputs(finding)) == len(self.claims)
 
-    def with_claimed_inputs(self, found: AuditResult) -> list[Receipt]:
+    def with_claimed_inputs(self, finding: AuditResult) -> list[Receipt]:
         """Return the microbatches that an auditor computed from their claimed inputs."""
-        with_other_origin = self.with_other_origin(found)
-        # If an auditor got other inputs, its claims show them; the audited server may have sent them.
+        with_other_origin = self.with_other_origin(finding)
+        # The auditor's claims show the inputs that it used. The audited server may have sent it other inputs.
         return [
             receipt
             for receipt, claim in self.claims.items()
-            if (its := found.claims.get(receipt)) is not None
-            and (its.input, its.output_gradient) == (claim.input, claim.output_gradient)
+            if (computed := finding.claims.get(receipt)) is not None
+            and (computed.input, computed.output_gradient) == (claim.input, claim.output_gradient)
             and receipt[0] not in with_other_origin
         ]
 
-    def with_other_origin(self, found: AuditResult) -> set[int]:
-        """Return places of the batches that came to an auditor with another weight, or from another trainer."""
-        return {first for first, origin in found.origins.items() if self.origins.get(first, origin) != origin}
+    def with_other_origin(self, finding: AuditResult) -> set[int]:
+        """Return places of batches that an auditor got with another weight, or from another trainer."""
+        return {first for first, origin in finding.origins.items() if self.origins.get(first, origin) != origin}
 
 
 class WorkTolerance(NamedTuple):
     """The tolerance between results of machines of different kinds."""
 
-    results: float  # relative distance of outputs and input gradients
+    results: float  # largest relative distance of outputs and input gradients
     sum: Tolerance
 
     @classmethod
-    def around(cls, found: AuditResult, codec_bits: float | None, dtype: str) -> WorkTolerance:
-        """Return the tolerance around an auditor's findings, whose sum has this dtype."""
-        allowed = relative_deviation(found.precision)
-        far = relative_deviation(found.precision, codec_bits)
-        return cls(far, sum_tolerance(found.magnitude, allowed, dtype))
+    def around(cls, finding: AuditResult, codec_bits: float | None, dtype: str) -> WorkTolerance:
+        """Return the tolerance around an auditor's findings. `dtype` is that of its sum, which no codec compressed."""
+        in_transit = relative_deviation(finding.precision, codec_bits)
+        return cls(in_transit, sum_tolerance(finding.magnitude, relative_deviation(finding.precision), dtype))
 
     @property
     def half(self) -> WorkTolerance:
         """Half of this tolerance."""
         return WorkTolerance(self.results / 2, self.sum._replace(distance=self.sum.distance / 2))
 
-    def holds(self, found: AuditResult, sum_sketch: StageProjection) -> bool:
-        """Return whether a server's results and sum are this close to an auditor's findings."""
-        return (found.distance or 0.0) <= self.results and sum_sketch.agrees(found.projection, tolerance=self.sum)
+    def holds(self, finding: AuditResult, sum_sketch: StageProjection) -> bool:
+        """Return whether a server's results and sum are within the tolerance of an auditor's findings."""
+        return (finding.distance or 0.0) <= self.results and sum_sketch.agrees(finding.projection, tolerance=self.sum)
 
 
 def compare(
@@ -132,41 +137,41 @@ def compare(
     wrong = {
         name
         for receipt, claim in claimed.claims.items()
-        for name, one, other in zip(WorkClaim._fields, claim, finding.claims[receipt], strict=True)
-        if one != other
+        for name, digest, computed in zip(WorkClaim._fields, claim, finding.claims[receipt], strict=True)
+        if digest != computed
     }
     if tolerance is None:
         wrong |= {"sum"} if finding.sum_digest != claimed.sum_digest else set()
     else:
         wrong |= {"output"} if (finding.distance or 0.0) > tolerance.results else set()
         wrong |= set() if sum_sketch.agrees(finding.projection, tolerance=tolerance.sum) else {"sum"}
-    wrong |= {"list of what has a gradient"} if finding.touched != claimed.touched else set()
+    wrong |= {TOUCHED} if finding.touched != claimed.touched else set()
     return WorkComparison(frozenset(wrong))
 
 
 class Accusation(Enum):
     """The coordinator's conclusion on an accusation, if its own computation cleared the accused."""
 
-    FALSE = auto()  # no machine of its kind computes the auditor's results
-    REFUTED = auto()  # the auditor's results are farther off than an honest machine's, or differ in the last bits
+    FALSE = auto()  # no machine of this kind computes the auditor's results, so the auditor is convicted
+    REFUTED = auto()  # the auditor's results are too far from the coordinator's; convicts if repeated in many steps
     UNPROVEN = auto()  # the accused may have sent other inputs to the auditor than to the coordinator
 
 
-class Kinds(NamedTuple):
-    """Whether the machines of the auditor and the coordinator are of the audited server's kind."""
+class SameKind(NamedTuple):
+    """Whether the machines of the auditor and of the coordinator are of the audited server's kind."""
 
     auditor: bool
-    referee: bool  # the coordinator's own
+    referee: bool  # the coordinator's own server
 
 
 def resolve_accusation(
-    claimed: ClaimedWork,  # claims of the accused, which are true as far as the coordinator can tell
+    claimed: ClaimedWork,  # claims of the accused, which are true by the coordinator's computation
     sum_sketch: StageProjection,  # sketch of its sum, by the seed of both findings
-    finding: AuditResult,  # by the auditor
-    own_finding: AuditResult,  # by the coordinator's own server
+    finding: AuditResult,  # the auditor's
+    own_finding: AuditResult,  # the coordinator's
     *,
     tolerance: WorkTolerance,  # between machines of different kinds
-    kinds: Kinds,
+    same_kind: SameKind,
 ) -> Accusation:
     """Decide on an auditor's accusation, by the findings of the coordinator's own server on the same work."""
     is_whole = claimed.has_claimed_inputs(finding)
@@ -177,17 +182,17 @@ def resolve_accusation(
         finding.projection.agrees(own_finding.projection, tolerance=tolerance.sum)
         and finding.touched == own_finding.touched
     )
-    if all(kinds):
+    if all(same_kind):
         if differs or (is_whole and not agrees):
             return Accusation.FALSE
         return Accusation.REFUTED if is_whole else Accusation.UNPROVEN
-    # Between two kinds, an auditor's claims name the results that the audited server sent, which may differ.
+    # Between two kinds, the auditor's claims have digests of results that the accused sent it, which may be others.
     if differs or not is_whole:
         return Accusation.UNPROVEN
     if not agrees:
         return Accusation.REFUTED
-    if kinds.auditor:  # the accusation is about bits, which a machine of another kind cannot check
+    if same_kind.auditor:  # the accusation is about bits, which the coordinator's kind of machine cannot check
         return Accusation.UNPROVEN
-    # The accused could choose results that are within the tolerance of one machine, and beyond that of another.
-    is_close = kinds.referee or tolerance.half.holds(own_finding, sum_sketch)
+    # The accused could choose results within the tolerance of one machine, but beyond the tolerance of another.
+    is_close = same_kind.referee or tolerance.half.holds(own_finding, sum_sketch)
     return Accusation.REFUTED if is_close else Accusation.UNPROVEN

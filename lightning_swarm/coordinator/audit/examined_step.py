@@ -1,4 +1,8 @@
-"""The sums of one step as its audits read them: ledgers and claims of all servers, and their kinds of machines."""
+"""One closing of a step, as its audits read it.
+
+A `Unit` is one server's work in one stage. For each unit, its server has reported a ledger and claims. The ledger names
+the microbatches in its sum, and commits to the sum. The claims are digests of each microbatch's inputs and results.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +18,26 @@ from lightning_swarm.protocol.messages.calls import Receipt
 
 @dataclass(frozen=True)
 class ExaminedStep:
-    """The sums of all servers at one closing of a step."""
+    """The reports of all servers at one closing of a step, and the kinds of their machines."""
 
     ledgers: Mapping[Unit, ServerLedger]
     claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]  # ordered as each server added them
-    arithmetic: Mapping[PeerId, str]  # server -> its kind of machine
-    round: int
-    unrepeatable: Collection[str] = ()  # kinds of machines that compute other bits each time
+    machine_kinds: Mapping[PeerId, str]  # server -> kind of its machine
+    round: int  # number of the averaging round to which the reports belong
+    unrepeatable: Collection[str] = ()  # kinds of machines that compute different bits each time
 
     def auditors_of(self, unit: Unit, without: Collection[PeerId]) -> list[PeerId]:
         """Return the other servers of a unit's stage, except servers in `without`."""
-        return [
-            one.peer
-            for one in self.ledgers
-            if one.stage_index == unit.stage_index and one.peer != unit.peer and one.peer not in without
-        ]
+        peers = [other.peer for other in self.ledgers if other.stage_index == unit.stage_index]
+        return [peer for peer in peers if peer != unit.peer and peer not in without]
 
     def batches_of(self, peer: PeerId) -> set[int]:
         """Return the places of the batches with a microbatch that a server computed."""
         return {first for unit, claims in self.claims.items() if unit.peer == peer for first, _, _ in claims}
 
     def sharing_with(self, units: Collection[Unit]) -> set[Unit]:
-        """Return the units that computed microbatches of these units at other stages than one of them."""
+        """Return the units of other stages that computed the same microbatches as one of these units."""
+        # If these units are of several stages, the result may include some of them.
         stages = {unit.stage_index for unit in units}
         receipts = {receipt for unit in units for receipt in self.claims[unit]}
         return {
@@ -45,12 +47,12 @@ class ExaminedStep:
         }
 
     def claimed_work(self, unit: Unit) -> ClaimedWork:
-        """Return a server's commitment to its work."""
+        """Return all that a server claims about a unit."""
         ledger = self.ledgers[unit]
         report = ledger.report
         return ClaimedWork(self.claims[unit], ledger.origins, report.sum_digest or b"", report.touched)
 
-    def differ(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether two servers' machines are of different kinds, or of a kind that does not repeat its bits."""
-        kind = self.arithmetic.get(one)
-        return kind != self.arithmetic.get(other) or kind in self.unrepeatable
+    def needs_tolerance(self, server: PeerId, auditor: PeerId) -> bool:
+        """Return whether two honest servers may compute different bits: the machines' kinds differ or do not repeat."""
+        kind = self.machine_kinds.get(server)
+        return kind != self.machine_kinds.get(auditor) or kind in self.unrepeatable

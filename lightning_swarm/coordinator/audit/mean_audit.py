@@ -47,15 +47,15 @@ class _StageAnswers:
 
     index: int
     answers: Mapping[PeerId, Answer]
-    scale: StageScale
+    scale: StageScale  # how the stage's mean follows from the sums
 
 
 class MeanAudit:
-    """Asks servers for projections of their sums and means, and has a stage examined if they disagree."""
+    """Asks servers for projections of their sums and means, and has a stage examined if its projections disagree."""
 
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, audits: StepAudits) -> None:
         self._run, self._events, self._servers = context.run, context.events, servers
-        self._audits = audits  # audits of the sums
+        self._audits = audits  # the audits of this step's sums
 
     async def check(self, closing: Closing, selection: Selection | None) -> CheckedMeans:
         """Check a round whose means all servers hold, and whose sums were audited."""
@@ -65,35 +65,35 @@ class MeanAudit:
         replies, failed = await self._servers.ask_all(PROJECT, sorted(set[PeerId]().union(*rosters)), request)
         for peer, reply in replies.items():
             try:
-                self._take(peer, reply, rosters, answers)
+                self._record_answers(peer, reply, rosters, answers)
             except ProtocolError as error:
                 failed[peer] = error
-        found = CheckedMeans(failed)
+        checked = CheckedMeans(failed)
         if failed:
-            return found
+            return checked
         scales = self._scales(closing.total_weight * closing.gradient_scale, selection)
         for index, members in enumerate(rosters):
             ordered = {peer: answers[index][peer] for peer in members}
-            await self._check_stage(_StageAnswers(index, ordered, scales[index]), request, found)
-        return found
+            await self._check_stage(_StageAnswers(index, ordered, scales[index]), request, checked)
+        return checked
 
-    def _take(
+    def _record_answers(
         self,
         peer: PeerId,
         reply: ProjectReply,
         rosters: Sequence[Sequence[PeerId]],
         answers: Sequence[dict[PeerId, Answer]],
     ) -> None:
-        """Record a server's answers by stage; raise ProtocolError if they are for other stages, or malformed."""
-        held = [index for index, members in enumerate(rosters) if peer in members]
-        if [answer.stage_index for answer in reply.stages] != held:
-            raise ProtocolError(f"{peer} holds the stages {held}, and answered for others")
+        """Record a server's answers by stage; raise ProtocolError if they are about other stages, or malformed."""
+        stages = [index for index, members in enumerate(rosters) if peer in members]
+        if [answer.stage_index for answer in reply.stages] != stages:
+            raise ProtocolError(f"{peer} holds the stages {stages}, and answered about others")
         for answer in reply.stages:
             check_shape(answer, len(rosters[answer.stage_index]))
             answers[answer.stage_index][peer] = answer
 
     def _scales(self, divisor: float, selection: Selection | None) -> list[StageScale]:
-        """Return, for each stage, how its mean follows from the sums."""
+        """Return for each stage how its mean follows from the sums."""
         trained = trained_names(selection) if selection is not None else set[str]()
         scales = []
         for stage in self._run.manifest.stages:
@@ -101,32 +101,33 @@ class MeanAudit:
             scales.append(StageScale(length, sum_dtype(stage, trained), divisor))
         return scales
 
-    async def _check_stage(self, stage: _StageAnswers, request: ProjectRequest, found: CheckedMeans) -> None:
-        """Have a stage examined if its projections disagree or it is drawn; otherwise, the sums of doubtful members."""
+    async def _check_stage(self, stage: _StageAnswers, request: ProjectRequest, checked: CheckedMeans) -> None:
+        """Have a stage examined if its projections disagree or it is drawn, else only the sums of doubtful members."""
         index, answers, manifest = stage.index, stage.answers, self._run.manifest
         # Trainers send no commitments, and are trusted with their stages.
         on_trainers = manifest.stages[index].on_trainers
-        sound = on_trainers or is_sound([*answers.values()], stage.scale)
-        # Projections add up elements, so a small false element may hide in the rounding of larger elements.
+        agree = on_trainers or is_sound([*answers.values()], stage.scale)
+        # A projection adds up all elements, so a small false element may hide in the rounding of larger elements.
         is_drawn = not on_trainers and _DRAWS.random() < (manifest.settings.audit_share or 0.0)
         # Members whose sums are examined; None: the sums of all members, and their mean.
-        doubtful = self._doubtful(stage) if sound and not is_drawn else None
+        doubtful = self._doubtful(stage) if agree and not is_drawn else None
         norm, parts = agreed_norm([*answers.values()]), next(iter(answers.values())).parts
         if doubtful is None or doubtful:
             examined = await self._examine(stage, request, doubtful)
-            found.failed.update((peer, DeadlineExceeded(reason)) for peer, reason in examined.unreached.items())
-            found.convicted.update(examined.lies)
-            for one in examined.contradictions:
-                for peer in (one.reducer, one.other):
-                    self._events.note("disputed", peer=peer, stage=index, step=request.closing.step, reason=one.reason)
-            found.accused.update(choose_accused(examined.contradictions, len(answers)))
+            checked.failed.update((peer, DeadlineExceeded(reason)) for peer, reason in examined.unreached.items())
+            checked.convicted.update(examined.lies)
+            step = request.closing.step
+            for contradiction in examined.contradictions:
+                for peer in (contradiction.reducer, contradiction.other):
+                    self._events.note("disputed", peer=peer, stage=index, step=step, reason=contradiction.reason)
+            checked.accused.update(choose_accused(examined.contradictions, len(answers)))
             norm = norm if examined.squared_norm is None else examined.squared_norm
             parts = [] if examined.contradictions else parts
-        found.squared_norms.append(norm)
-        found.parts.append(parts)
+        checked.squared_norms.append(norm)
+        checked.parts.append(parts)
 
     def _doubtful(self, stage: _StageAnswers) -> list[PeerId]:
-        """Choose the members whose sums are fetched: an audited or screened sum might not be the averaged one."""
+        """Choose the members whose sums are fetched, because the sum that was audited may not be the averaged one."""
         index, answers = stage.index, stage.answers
         if self._run.manifest.stages[index].on_trainers:
             return []
@@ -150,12 +151,12 @@ class MeanAudit:
             commitments={peer: audits.commitments[unit] for peer, unit in units.items()},
             told={
                 peer: [
-                    ReportedSketch(seed=seed, values=list(one.values))
-                    for seed, one in audits.sum_sketches.get(unit, ())
+                    ReportedSketch(seed=seed, values=list(sketch.values))
+                    for seed, sketch in audits.sum_sketches.get(unit, ())
                 ]
                 for peer, unit in units.items()
             },
             drawn=members,
         )
-        # The coordinator's server asks each member for its sum, then for its mean, one member after the other.
+        # The coordinator's server asks one member after the other, for its sum and then for its mean.
         return await self._servers.ask(self._servers.own, EXAMINE, request, num_timeouts=2 * (len(answers) + 1))

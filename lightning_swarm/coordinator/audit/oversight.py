@@ -1,4 +1,4 @@
-"""The oversight of an audited run: it makes the audits of each step, and remembers the findings of earlier steps."""
+"""The oversight of an audited run: makes the audits of each step, and remembers the findings of earlier steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RunAudits(RunOversight):
 
     @classmethod
     def after(cls, former: RunOversight) -> RunAudits:
-        """Return the audits of a new coordinator on a peer, with the knowledge of its former ones, if any."""
+        """Return the audits of a peer that begins to coordinate, with its findings as a former coordinator, if any."""
         return former.following() if isinstance(former, RunAudits) else cls()
 
     @override
@@ -57,7 +57,7 @@ class RunAudits(RunOversight):
 
     @override
     def note_silence(self, peer: PeerId, step: int) -> None:
-        # It is kept out for a while, or it could delay the run again and again.
+        # The server may not join for a while, or it could delay the run again and again.
         self.memory.silence_backoff.note(peer, step, now_s=now_s())
 
     @override
@@ -67,15 +67,15 @@ class RunAudits(RunOversight):
     @override
     def goes_back(self, run: RunState, step: int, convicted: Collection[PeerId]) -> bool:
         settings, standing = run.manifest.settings, self.memory.standing
-        versions = {one.version for one in run.snapshots}
+        if not settings.goes_back or not convicted:
+            return False
+        versions = {snapshot.version for snapshot in run.snapshots}
         # The version to which the run would roll back.
         version = next(iter(by_preference(versions, run.sound_version_after(step))), 0)
-        known = {*run.electorate.convicted, *convicted}  # audits by convicted servers prove nothing
-        return (
-            settings.goes_back and bool(convicted) and any(standing.has_counted(peer, version, known) for peer in known)
-        )
+        all_convicted = {*run.electorate.convicted, *convicted}  # their audits prove nothing
+        return any(standing.has_counted(peer, version, all_convicted) for peer in all_convicted)
 
     @override
     def note_committed(self, record: Record) -> None:
-        for one in record.convicted or ():
-            self.convicted.pop(one.peer, None)  # the record excludes the peer from now on
+        for conviction in record.convicted or ():
+            self.convicted.pop(conviction.peer, None)  # the record excludes the peer from now on

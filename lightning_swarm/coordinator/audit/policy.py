@@ -21,19 +21,20 @@ PROBATION: Final = 20  # steps in which all of a new server's work is audited
 WATCHED_STEPS: Final = 100  # steps of full audits after a silence, or if a peer of the same invitation is convicted
 FORGIVEN_AFTER: Final = 5_000  # steps after which a silence under audit no longer counts
 MAX_SILENCES: Final = 5  # recent steps with a silence under audit that are tolerated; one more convicts
-_FIRST_LEFT_OUT_S: Final = 10.0  # doubles with each further silence
-_MAX_DOUBLINGS: Final = 10  # of `_FIRST_LEFT_OUT_S`
+_FIRST_EXCLUSION_S: Final = 10.0  # time until a silent server may join again; doubles with each further silence
+_MAX_DOUBLINGS: Final = 10  # of `_FIRST_EXCLUSION_S`
 _SPARED_STEPS: Final = 20  # steps in which a server is assigned no audits after its first silence as an auditor
-_SHARE_OF_STEP: Final = 0.75  # fraction of the servers' work drawn in a step with audits
-LAST_STEPS: Final = 5  # final steps of a run; too few steps follow them to find false work later
-IRREVERSIBLE_SHARE: Final = 0.5  # least fraction drawn in such a step; see `is_irreversible`
+_SHARE_OF_STEP: Final = 0.75  # fraction of the servers whose work is drawn in a step with audits
+LAST_STEPS: Final = 5  # final steps of a run, after which too few steps follow to find false work
+IRREVERSIBLE_SHARE: Final = 0.5  # least fraction drawn in a step whose false work could stay; see `is_irreversible`
 SCREEN: Final = 6.0  # a sum is suspicious beyond this many times the median noise radius; see `screen`
-_SMALL: Final = 6  # number of servers below which a stage's median means little
-_JUMP: Final = 4.0  # factor by which a stage's sums may differ from those of the steps before
+_SMALL: Final = 6  # in a stage with fewer servers, the median proves little
+_JUMP: Final = 4.0  # factor by which a stage's statistics may differ from those of earlier steps
 _DECAY: Final = 0.9  # factor per step on the weight of earlier steps
-_WARM_UP: Final = 3  # steps of a small stage without a history, in which all of it is audited
+_WARM_UP: Final = 3  # first steps of a small stage, in which all its servers are suspects
 # dtype -> sum of magnitudes up to which no order of adding overflows, with room for rounding.
 _LARGEST: Final = {"float64": 1e308, "float32": 3e38}
+TOUCHED: Final = "list of parameters with gradients"  # an entry of `WorkComparison.wrong`
 # dtype -> largest distance between results of two kinds of machines, relative to their norms.
 _OTHER_MACHINE: Final = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3}
 
@@ -65,22 +66,23 @@ def read_claims(packed: bytes, receipts: Collection[Receipt]) -> dict[Receipt, W
 
 
 def disagreeing(claims: Mapping[Unit, Mapping[Receipt, WorkClaim]]) -> dict[Receipt, set[Unit]]:
-    """Find microbatches on which servers of adjacent stages make different claims, and these servers."""
-    holders: dict[tuple[int, Receipt], Unit] = {
-        (unit.stage_index, receipt): unit for unit, its in claims.items() for receipt in its
-    }
-    found: dict[Receipt, set[Unit]] = {}
+    """Find microbatches on which servers of adjacent stages make contradictory claims, and these servers."""
+    holders = {(unit.stage_index, receipt): unit for unit, receipts in claims.items() for receipt in receipts}
+    disagreements: dict[Receipt, set[Unit]] = {}
     for (stage, receipt), unit in holders.items():
-        after = holders.get((stage + 1, receipt))
-        if after is None:
+        next_unit = holders.get((stage + 1, receipt))
+        if next_unit is None:
             continue
-        sent, came = claims[unit][receipt], claims[after][receipt]
-        if (sent.output, sent.output_gradient) != (came.input, came.input_gradient):
-            found.setdefault(receipt, set()).update((unit, after))
-    return found
+        claim, next_claim = claims[unit][receipt], claims[next_unit][receipt]
+        if (claim.output, claim.output_gradient) != (next_claim.input, next_claim.input_gradient):
+            disagreements.setdefault(receipt, set()).update((unit, next_unit))
+    return disagreements
 
 
 # ------------------------------------------------------------------ the screen
+
+# Servers of a stage compute on samples of the same data, so their mean gradients differ only by noise. A sum that is
+# too far from the others, or from earlier steps, is suspicious, and is audited. The screen itself convicts no server.
 
 
 @dataclass
@@ -99,7 +101,7 @@ class StageHistory:
         self.num_steps += 1
 
     def fits(self, norm: float, spread: float) -> bool:
-        """Return whether a step is like earlier steps."""
+        """Return whether these statistics of a step are like those of earlier steps."""
         if not self.num_steps:
             return False
         return norm <= _JUMP * self.norm and self.norm <= _JUMP * norm and spread <= _JUMP * self.spread
@@ -119,32 +121,31 @@ def screen(
     shares: Mapping[PeerId, float],  # server -> total weight of the samples in its sum; 0: it is not screened
     history: StageHistory,
 ) -> Screening:
-    """Find the servers of a stage whose sums differ from the other servers' sums, or from earlier steps' sums."""
+    """Find servers of a stage whose sums differ from the other servers' sums, or from the sums of earlier steps."""
     peers = sorted(peer for peer in sketches if shares[peer] > 0)
-    # A server's mean gradient is less noisy if its weight is larger.
     means = {peer: np.asarray(sketches[peer], dtype=np.float64) / shares[peer] for peer in peers}
-    # Values whose squares are not finite are no gradient.
+    # A sketch whose squared norm is not finite is no sketch of a plausible gradient.
     with np.errstate(over="ignore", invalid="ignore"):
         broken = {peer for peer, mean in means.items() if not np.isfinite(mean @ mean)}
     sound = [peer for peer in peers if peer not in broken]
     if not sound:
         return Screening(frozenset(broken), 0.0, 0.0)
     middle = _geometric_median(np.stack([means[peer] for peer in sound]))
-    # The noise of a mean falls with the root of its divisor, so the distance from the median times this root, the noise
-    # radius, is similar for all honest servers.
+    # A mean over more samples is less noisy, by the root of their weight. So the distance from the median times this
+    # root, the noise radius, is similar for all honest servers.
     radii = {peer: math.sqrt(shares[peer]) * float(np.linalg.norm(means[peer] - middle)) for peer in sound}
     norms = {peer: float(np.linalg.norm(means[peer])) for peer in sound}
     norm, spread = float(np.median([*norms.values()])), float(np.median([*radii.values()]))
     suspects = broken | _outliers(norms, radii, spread, history)
     if len(sound) >= _SMALL and history.num_steps and not history.fits(norm, spread):
-        suspects |= set(sound)  # most of them may be false
+        suspects |= set(sound)  # most sums may be false, and so the median, too
     return Screening(frozenset(suspects), norm, spread)
 
 
 def _outliers(
     norms: Mapping[PeerId, float], radii: Mapping[PeerId, float], spread: float, history: StageHistory
 ) -> set[PeerId]:
-    """Find the servers far from the median; in a small stage return all if one is far, as any may be false."""
+    """Find servers far from the median; in a small stage, return all if one is far, because any may be false."""
     if len(norms) >= _SMALL:
         return {peer for peer, radius in radii.items() if radius > SCREEN * spread}
     if history.num_steps < _WARM_UP or not all(history.fits(norm, 0.0) for norm in norms.values()):
@@ -165,17 +166,17 @@ def _geometric_median(points: NDArray[np.float64]) -> NDArray[np.float64]:
     return middle
 
 
-# ------------------------------------------------------------------ lots
+# ------------------------------------------------------------------ drawing the audited work
 
 
-def is_irreversible(step: int, max_steps: int | None, *, is_kept: bool) -> bool:
-    """Return whether false work of a step could stay: a snapshot has it (`is_kept`), or the run ends too soon after."""
-    return is_kept or (max_steps is not None and step >= max_steps - LAST_STEPS)
+def is_irreversible(step: int, max_steps: int | None, *, is_snapshot_due: bool) -> bool:
+    """Return whether false work of a step could stay: it may enter a snapshot, or the run ends too soon afterwards."""
+    return is_snapshot_due or (max_steps is not None and step >= max_steps - LAST_STEPS)
 
 
 def share_of_step(share: float, draw: Callable[[], float], *, irreversible: bool = False) -> float:
-    """Draw the fraction of servers whose work of one step is audited: `share` on average, but in many steps none."""
-    # Audits of one step run side by side, so the step waits for many audits no longer than for one.
+    """Draw the fraction of servers whose work of one step is audited: `share` on average, but none in many steps."""
+    # The audits of a step run in parallel, so the step waits for many audits no longer than for one.
     in_step = max(share, _SHARE_OF_STEP)
     drawn = in_step if draw() < share / in_step else 0.0
     return max(drawn, IRREVERSIBLE_SHARE) if irreversible and share else drawn
@@ -183,9 +184,9 @@ def share_of_step(share: float, draw: Callable[[], float], *, irreversible: bool
 
 @dataclass
 class Standing:
-    """The record of a run's servers in audits."""
+    """The findings of audits about a run's servers."""
 
-    passed: Counter[PeerId] = field(default_factory=Counter)  # audited steps without a fault
+    passed: Counter[PeerId] = field(default_factory=Counter)  # peer -> audited steps without a fault
     watched: dict[PeerId, int] = field(default_factory=dict)  # peer -> last step in which all its work is audited
     unaudited: dict[PeerId, int] = field(default_factory=dict)  # peer -> newest step whose unaudited work counted
     # Peer -> auditor -> newest step in which the auditor audited the peer's work.
@@ -200,11 +201,11 @@ class Standing:
 
     def has_counted(self, peer: PeerId, version: int, convicted: Collection[PeerId]) -> bool:
         """Return whether, since a version, work of a peer counted unaudited, or audited only by `convicted` servers."""
-        vouched = (step for auditor, step in self.audited.get(peer, {}).items() if auditor in convicted)
-        return max(self.unaudited.get(peer, -1), *vouched, -1) >= version
+        falsely_audited = (step for auditor, step in self.audited.get(peer, {}).items() if auditor in convicted)
+        return max(self.unaudited.get(peer, -1), *falsely_audited, -1) >= version
 
     def reset_audited_by(self, auditor: PeerId) -> None:
-        """Treat all servers that a peer audited as new ones, because it may have covered their false work."""
+        """Treat all servers that a peer audited as new servers, because it may have covered up false work."""
         for peer, auditors in self.audited.items():
             if auditor in auditors:
                 self.passed.pop(peer, None)
@@ -215,7 +216,7 @@ class Standing:
 
     def is_drawn(self, peer: PeerId, step: int, share: float, draw: Callable[[], float]) -> bool:
         """Draw whether a server's work of a step is audited. `draw` returns uniform numbers of [0, 1)."""
-        drawn = draw() < share  # always drawn, so that standings do not change other servers' draws
+        drawn = draw() < share  # drawn in any case, so that a server's standing does not change later draws
         return drawn or self.passed[peer] < PROBATION or self.watched.get(peer, -1) >= step
 
 
@@ -227,7 +228,7 @@ class RecentFaults:
 
     def note(self, peer: PeerId, step: int) -> int:
         """Count a fault, at most one a step, and return the number of faults that still count."""
-        recent = [at for at in self.noted.get(peer, ()) if at != step and step - at < FORGIVEN_AFTER]
+        recent = [other for other in self.noted.get(peer, ()) if other != step and step - other < FORGIVEN_AFTER]
         self.noted[peer] = [*recent, step]
         return len(self.noted[peer])
 
@@ -246,7 +247,7 @@ class Silences(RecentFaults):
             self.as_auditor[peer] = number + 1, step + min(_SPARED_STEPS * 2**number, FORGIVEN_AFTER)
 
     def is_spared_as_auditor(self, peer: PeerId, step: int) -> bool:
-        """Return whether a server is assigned no audits in a step. Its own work is audited all the same."""
+        """Return whether a server is assigned no audits in a step."""
         return self.as_auditor.get(peer, (0, -1))[1] >= step
 
 
@@ -254,16 +255,16 @@ class Silences(RecentFaults):
 class SilenceBackoff:
     """Servers that answered pings but not the coordinator's calls, and the times at which they may join again.
 
-    No silence of this kind convicts: a machine that compiles, swaps or was suspended is silent, too.
+    Such a silence never convicts, because a machine that compiles, swaps or was suspended is also silent.
     """
 
     silences: RecentFaults = field(default_factory=RecentFaults)
     _until_s: dict[PeerId, float] = field(default_factory=dict)
 
     def note(self, peer: PeerId, step: int, *, now_s: float) -> None:
-        """Keep a server out for a while, twice as long after each further step with a silence."""
+        """Let a server not join for a while, which doubles with each further step with a silence."""
         number = self.silences.note(peer, step)
-        self._until_s[peer] = now_s + _FIRST_LEFT_OUT_S * 2.0 ** min(number - 1, _MAX_DOUBLINGS)
+        self._until_s[peer] = now_s + _FIRST_EXCLUSION_S * 2.0 ** min(number - 1, _MAX_DOUBLINGS)
 
     def wait_s(self, peer: PeerId, *, now_s: float) -> float:
         """Return the seconds until a server may join again; not positive: it may now."""
@@ -276,18 +277,18 @@ class AuditMemory:
 
     standing: Standing = field(default_factory=Standing)
     histories: dict[int, StageHistory] = field(default_factory=dict)  # by stage
-    # Pair of servers that contradicted each other -> how often. They are neighbours, or audited server and auditor.
+    # Pair of servers that contradicted each other, as neighbours or as audited server and auditor -> how often.
     disputes: Counter[frozenset[Unit]] = field(default_factory=Counter)
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # server -> reason, even before a record has it
-    # Server -> number of closings in which it sent a trainer other results than were claimed.
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # server -> reason, until a record excludes it
+    # Server -> number of closings in which it had sent trainers other results than were claimed.
     contested: Counter[PeerId] = field(default_factory=Counter)
     silences: Silences = field(default_factory=Silences)
     silence_backoff: SilenceBackoff = field(default_factory=SilenceBackoff)
     refuted: RecentFaults = field(default_factory=RecentFaults)  # steps with refuted accusations by a server
-    unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute other bits each time
+    unrepeatable: set[str] = field(default_factory=set)  # kinds of machines that compute different bits each time
 
     def following(self) -> AuditMemory:
-        """Return the memory after a rollback: all servers count as new, but suspects and convictions stay."""
+        """Return the memory after a rollback: all servers count as new, but watched and convicted servers stay so."""
         return replace(self, standing=Standing(watched=self.standing.watched), histories={})
 
 
@@ -303,7 +304,7 @@ class Tolerance(NamedTuple):
 
 @dataclass(frozen=True)
 class StageProjection:
-    """The sketch of a stage's sum: projections of it, by which sums are compared without sending them."""
+    """The sketch of a stage's sum: projections by which sums are compared without sending them."""
 
     values: tuple[float, ...]
 
@@ -311,7 +312,7 @@ class StageProjection:
         """Return whether both sketches may be of the same sum, computed on machines of two kinds."""
         if len(self.values) != len(other.values):
             return False
-        if not (self.is_finite and other.is_finite):  # gradients overflow now and then, with a scaled loss in 16 bits
+        if not (self.is_finite and other.is_finite):  # with a scaled loss in 16 bits, gradients sometimes overflow
             return tolerance.may_overflow or self.is_finite == other.is_finite
         return math.dist(self.values, other.values) <= tolerance.distance
 
@@ -330,9 +331,9 @@ class StageProjection:
 class WorkComparison:
     """The differences between a server's claims and an auditor's findings."""
 
-    wrong: frozenset[str] = frozenset()  # fields of `WorkClaim`, "sum", "refused", "list of what has a gradient"
+    wrong: frozenset[str] = frozenset()  # fields of `WorkClaim`, "sum", "refused" and `TOUCHED`
     is_whole: bool = True  # the auditor computed all microbatches
-    is_silent: bool = False  # not whole, because the server gave no answer
+    is_silent: bool = False  # not whole, because the server did not answer
     is_misweighed: bool = False  # not whole, because a batch came with another weight or from another trainer
 
     @property
@@ -343,28 +344,28 @@ class WorkComparison:
     @property
     def has_false_outputs(self) -> bool:
         """True if tensors that the server sent to other peers are, or may be, false."""
-        return bool(self.wrong - {"sum", "list of what has a gradient"})
+        return bool(self.wrong - {"sum", TOUCHED})
 
     @property
     def rests_on_bits(self) -> bool:
-        """True if only results differ. That proves a false claim only if the same computation repeats its bits."""
+        """True if only results differ, which proves a false claim only if the same computation repeats its bits."""
         return bool(self.wrong) and self.wrong.isdisjoint({"refused", "input", "output_gradient"})
 
     def describe(self) -> str:
         """Describe the server's false claims."""
         if "refused" in self.wrong:
-            return "does not give what it says it has computed from"
-        return f"gave a false {' and '.join(sorted(self.wrong)).replace('_', ' ')}"
+            return "does not send the inputs from which it claims to have computed"
+        return f"reported a false {' and '.join(sorted(self.wrong)).replace('_', ' ')}"
 
 
 def sum_tolerance(magnitude: float, relative: float, dtype: str) -> Tolerance:
-    """Return the tolerance between two sums that two kinds of machines computed, of gradients with `relative` errors.
+    """Return the tolerance between the sums of the same gradients on two kinds of machines.
 
-    `magnitude` is the sum of the gradients' norms, and `dtype` that of the sums.
+    Gradients have errors up to `relative`. `magnitude` is the sum of their norms, and `dtype` is that of the sums.
     """
-    # Huge gradients may overflow in only one of the sums, so a peer could have a server convicted by sending them. Such
-    # gradients are false already, and are audited where they were computed.
-    # The largest magnitude that a message holds may stand for any larger one.
+    # Huge gradients may overflow in only one of the sums. If that convicted a server, other peers could cause it by
+    # sending such gradients, which are false, and are audited where they were computed.
+    # The largest magnitude that a message can hold also stands for all larger ones.
     distance = relative * magnitude if magnitude < sys.float_info.max else math.inf
     return Tolerance(distance, may_overflow=magnitude >= _LARGEST[dtype])
 
@@ -372,6 +373,6 @@ def sum_tolerance(magnitude: float, relative: float, dtype: str) -> Tolerance:
 def relative_deviation(dtype: str, codec_bits: float | None = None) -> float:
     """Return the largest relative deviation (distance / norm) between results of two kinds of machines.
 
-    `codec_bits` are those of an element in transit, where rounding may move a number to the next code; None: no codec.
+    `codec_bits` are an element's bits in transit, where rounding may move a number to the next code; None: no codec.
     """
     return _OTHER_MACHINE.get(dtype, _OTHER_MACHINE["bfloat16"]) + (0.0 if codec_bits is None else 4 * 2**-codec_bits)

@@ -17,7 +17,7 @@ class StepScreen:
     def __init__(self, step: OpenStep, histories: dict[int, StageHistory]) -> None:
         self._step, self._histories = step, histories
         self._is_recorded = False  # the histories include this step
-        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> server -> its share in the newest screening
+        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> server -> total weight of its claimed samples
 
     def screen(
         self, claims: Mapping[Unit, Collection[Receipt]], sums: Mapping[Unit, StageProjection]
@@ -26,27 +26,29 @@ class StepScreen:
         num_microbatches = Counter(first for first, _, _ in self._step.counted)
         origins = self._step.origins
         weights = {first: origins[first].weight / number for first, number in num_microbatches.items()}
-        found = {}
+        screenings = {}
         for stage in sorted({unit.stage_index for unit in claims}):
             units = [unit for unit in claims if unit.stage_index == stage and unit in sums]
             shares = {unit.peer: sum(weights.get(first, 0.0) for first, _, _ in claims[unit]) for unit in units}
             self._shares[stage] = shares
-            found[stage] = screen({unit.peer: sums[unit].values for unit in units}, shares, self._history(stage))
-        return found
+            sketches = {unit.peer: sums[unit].values for unit in units}
+            screenings[stage] = screen(sketches, shares, self._history(stage))
+        return screenings
 
     def screen_again(self, stage_index: int, sums: Mapping[PeerId, Sequence[float]]) -> set[PeerId]:
         """Screen the sums as they were averaged; return the suspects, and servers with a sum but no claimed work."""
         shares = self._shares.get(stage_index, {})
-        known = {peer: values for peer, values in sums.items() if peer in shares}
-        idle = {peer for peer, values in known.items() if not shares[peer] and any(values)}
-        return idle | screen(known, {peer: shares[peer] for peer in known}, self._history(stage_index)).suspects
+        screened = {peer: values for peer, values in sums.items() if peer in shares}
+        without_work = {peer for peer, values in screened.items() if not shares[peer] and any(values)}
+        screening = screen(screened, {peer: shares[peer] for peer in screened}, self._history(stage_index))
+        return without_work | screening.suspects
 
     def record(self, screenings: Mapping[int, Screening]) -> None:
         """Add the step to the histories, once."""
         if not self._is_recorded:
             self._is_recorded = True
-            for stage, found in screenings.items():
-                self._history(stage).note(found.norm, found.spread)
+            for stage, screening in screenings.items():
+                self._history(stage).note(screening.norm, screening.spread)
 
     def _history(self, stage: int) -> StageHistory:
         return self._histories.setdefault(stage, StageHistory())

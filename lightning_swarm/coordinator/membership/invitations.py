@@ -43,25 +43,25 @@ class InvitationUses:
     _wall_s: Callable[[], float] = time.time
     _asked: dict[PeerId, InvitedBy] = field(default_factory=dict)  # waiting peer -> its invitation
 
-    async def forget_the_gone(self, peer: PeerId) -> None:
-        """Free the uses of peers that died while they waited, if a peer that asks needs one."""
+    async def free_lost_uses(self, peer: PeerId) -> None:
+        """Free the uses of peers that died while they waited, if this peer needs one of them."""
         uses, permit = self._run.invitations, self._transport.permit_of(peer)
         if isinstance(uses, UnsetType) or permit is None:
             return
         invitation, pending = invited_by(permit), self._pending(peer)
         if not has_room(uses, peer, invitation) or has_room(used_after(uses, pending), peer, invitation):
-            return  # all uses are spent for good, or one is left
+            return  # all uses are taken by members, or one is left
         # A peer that downloads may not call the coordinator for long, so it is pinged.
-        there = await alive_among(self._transport, pending)
-        for one in sorted(pending.keys() - there):
-            _log.info("%s is gone, and its use of the invitation is free again.", one)
-            for waiting in self.waiting_lists:
-                waiting.forget(one)
+        alive = await alive_among(self._transport, pending)
+        for gone in sorted(pending.keys() - alive):
+            _log.info("%s is gone, and its use of the invitation is free again.", gone)
+            for waiting_list in self.waiting_lists:
+                waiting_list.forget(gone)
 
     def _pending(self, peer: PeerId) -> dict[PeerId, InvitedBy]:
-        """Return the invitations of all peers that wait for a record, except this one."""
-        waiting = {one for peers in self.waiting_lists for one in peers.waiting} - {peer}
-        return {one: invitation for one, invitation in self._asked.items() if one in waiting}
+        """Return the invitations of all other peers that wait for a record."""
+        others = {waiting for waiting_list in self.waiting_lists for waiting in waiting_list.waiting} - {peer}
+        return {other: invitation for other, invitation in self._asked.items() if other in others}
 
     def reserve(self, peer: PeerId) -> None:
         """Reserve a use of its invitation for a peer that asks to join or to train; raise AccessDenied or Busy."""
@@ -75,8 +75,8 @@ class InvitationUses:
         self._asked = self._pending(peer)
         if self._wall_s() >= permit.come_by_s and not came_before(uses, peer):
             raise AccessDenied(
-                f"a new peer must join before its invitation expires: that of {peer} has expired, and this peer was "
-                "never in the run. Ask the run's owner for another one: `lightning-swarm invite`."
+                f"a new peer must join before its invitation expires: the invitation of {peer} has expired, and this "
+                "peer was never in the run. Ask the run's owner for another one: `lightning-swarm invite`."
             )
         if not has_room(uses, peer, invitation):
             if is_full(uses):
@@ -91,25 +91,25 @@ class InvitationUses:
             )
         if not has_room(used_after(uses, self._asked), peer, invitation):  # the last uses are for peers that wait
             raise Busy(
-                f"no use of its invitation is free for {peer} now: the last ones are reserved for peers that are about "
-                "to join. Ask again later; a use is free again if its peer does not come."
+                f"no use of its invitation is free for {peer} now: the last ones are reserved for peers that are "
+                "joining. Ask again later; a use is free again if its peer does not join."
             )
         self._asked[peer] = invitation
 
     def invitations_of(self, peers: Iterable[PeerId]) -> dict[PeerId, InvitedBy] | UnsetType:
-        """Return these peers' invitations, without peers for which no use is left; unset if the run counts no uses."""
+        """Return these peers' invitations, without peers that have no use left; unset if the run counts no uses."""
         uses = self._run.invitations
         if isinstance(uses, UnsetType):
             return UNSET
-        found: dict[PeerId, InvitedBy] = {}
+        admitted: dict[PeerId, InvitedBy] = {}
         for peer in peers:
             invitation = self._asked.get(peer)
             if self._transport.permit_of(peer) is None:  # banned, or expired, while it waited
-                _log.warning("%s does not get in: its certificate permits nothing any more.", peer)
+                _log.warning("%s is not admitted: its certificate permits nothing any more.", peer)
                 continue
             if invitation is None or not has_room(uses, peer, invitation):
-                _log.warning("%s does not get in: no use of its invitation is left.", peer)
+                _log.warning("%s is not admitted: no use of its invitation is left.", peer)
                 continue
-            found[peer] = invitation
+            admitted[peer] = invitation
             uses = used_after(uses, {peer: invitation})
-        return found
+        return admitted

@@ -16,25 +16,25 @@ def mixed_stages(kinds: Sequence[Collection[str]], tied: Collection[Sequence[int
     """Return the stages whose servers are of several `kinds`, and the stages that share parameters with them."""
     # Each stage of a `tied` group steps the optimizer on the shared parameters.
     groups = [*tied, *([index] for index in range(len(kinds)))]
-    mixed = {index for group in groups if len(set[str]().union(*(kinds[one] for one in group))) > 1 for index in group}
-    return sorted(mixed)
+    mixed = [group for group in groups if len(set[str]().union(*(kinds[index] for index in group))) > 1]
+    return sorted({index for group in mixed for index in group})
 
 
 def needs_one_kind(manifest: Manifest) -> str:
     """Return why all servers of a stage must be machines of one kind; empty if they need not be."""
     if manifest.settings.deterministic:
-        return "`deterministic=True` promises the same bits whichever servers compute"
+        return "`deterministic=True` requires the same bits whichever servers compute"
     return manifest.unportable or ""
 
 
 def check_one_kind(manifest: Manifest, stage_index: int, kinds: Mapping[PeerId, str]) -> None:
-    """Raise ConfigError if a stage's servers must be of one kind, and these are not."""
+    """Raise ConfigError if a stage's servers must be machines of one kind, and are not."""
     reason = needs_one_kind(manifest)
     if reason and len(set(kinds.values())) > 1:
-        found = "; ".join(f"{peer} is {kind or 'unknown'}" for peer, kind in sorted(kinds.items()))
+        machines = "; ".join(f"{peer} is {kind or 'unknown'}" for peer, kind in sorted(kinds.items()))
         raise ConfigError(
-            f"all servers of stage {stage_index} must be machines of one kind, for {reason}; got {found}. Use machines "
-            "of one kind, with one build of torch and one number of threads, or leave out what needs it."
+            f"all servers of stage {stage_index} must be machines of one kind, because {reason}; got {machines}. Use "
+            "machines of one kind, with one build of torch and one number of threads, or avoid what requires it."
         )
 
 

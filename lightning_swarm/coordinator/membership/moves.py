@@ -18,7 +18,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Manifest
 from lightning_swarm.protocol.messages.step import Departure, Record
 
-_STATE_FACTOR: Final = 3  # bytes of a stage's state per byte of weights: weights and two optimizer moments
+_STATE_FACTOR: Final = 3  # bytes of a stage's state per byte of its weights, with two moments of the optimizer
 
 
 def balancer_of(manifest: Manifest, *, now_s: float) -> Balancer:
@@ -38,23 +38,23 @@ class PlannedMoves:
         self._run, self._events = context.run, context.events
         self._server_membership, self._balancer = server_membership, balancer
         self._step_aside = context.step_aside
-        self._steps_aside = False  # hand over the role when the record is applied
+        self._hands_over = False  # another server is to coordinate once the record is applied
         self.deferred: tuple[list[Departure], list[StageRelease]] | None = None  # choice for the next record
-        self._stays_among: set[PeerId] | None = None  # servers present when this one tried to hand over
+        self._servers_at_handover: set[PeerId] | None = None  # servers present when this one last tried to hand over
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """Pass on the loads that servers reported as the open step closed."""
         num_stages = self._run.num_pipeline_stages
-        # Otherwise, strangers could gather in one stage by reporting too little memory for all other stages.
+        # Strangers could gather in one stage by reporting too little memory for all other stages.
         trusts = not self._run.electorate.has_strangers
         self._balancer.take_loads(
             {
                 peer: {
                     index: replace(load, lacks_memory=trusts and load.lacks_memory)
-                    for index, load in held.items()
+                    for index, load in stages.items()
                     if index < num_stages
                 }
-                for peer, held in loads.items()
+                for peer, stages in loads.items()
             }
         )
 
@@ -62,48 +62,48 @@ class PlannedMoves:
         """Choose the servers that move or give up a stage with the open step's record, except servers in `gone`."""
         chosen, self.deferred = self.deferred, None
         if chosen is not None:
-            movers, sheds = chosen
+            movers, releases = chosen
             staying = set(self._run.servers) - {*gone, *self._server_membership.leaving}
-            concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
+            chosen_peers = {*(mover.member.peer_id for mover in movers), *(release.peer for release in releases)}
             # If a peer has left meanwhile, the moves were chosen for another swarm.
-            return (movers, sheds) if concerned <= staying and not gone else ([], [])
-        self._steps_aside = False  # an earlier choice is done, or was never decided
+            return chosen if chosen_peers <= staying and not gone else ([], [])
+        self._hands_over = False  # an earlier choice was applied, or was never decided
         run = self._run
         num_stages = run.num_pipeline_stages
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
         rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
         leaving, joining = self._server_membership.leaving, self._server_membership.targets
-        if sheds := self._balancer.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
-            return [], sheds  # moves are chosen once these releases are applied
-        fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
-        if self._stays_among == members.keys():
-            fixed.add(run.coordinator)  # no server took over, so other servers move meanwhile
-        moves = self._balancer.moves(rosters, fixed=fixed, joining=joining, leader=run.coordinator, now_s=now_s())
+        if releases := self._balancer.releases(rosters, leaving=leaving, joining=joining, now_s=now_s()):
+            return [], releases  # moves are chosen once these releases are applied
+        fixed = {*leaving, *(member.peer_id for roster in on_trainers for member in roster)}
+        if self._servers_at_handover == members.keys():
+            fixed.add(run.coordinator)  # no server took over, so only other servers move
+        moves = self._balancer.moves(rosters, fixed=fixed, joining=joining, coordinator=run.coordinator, now_s=now_s())
         if any(move.peer == run.coordinator for move in moves):
             # Hand over the role first. The next coordinator decides on all moves, including this peer's.
-            self._steps_aside = True
+            self._hands_over = True
             return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
     def choose_for_later(self, gone: Collection[PeerId]) -> None:
-        """Choose now; the next `choose` returns the result."""
-        movers, sheds = self.choose(gone)
-        if movers or sheds or self._steps_aside:
-            self.deferred = movers, sheds
+        """Choose now, because a late step's record orders no moves; the next `choose` returns the result."""
+        movers, releases = self.choose(gone)
+        if movers or releases or self._hands_over:
+            self.deferred = movers, releases
 
     def record_applied(self, record: Record) -> None:
         """Record the moves and releases of an applied record."""
-        if self._steps_aside:
-            num_stages = self._run.num_pipeline_stages
-            self._stays_among = {one.peer_id for roster in self._run.rosters[:num_stages] for one in roster}
+        if self._hands_over:
+            pipeline = self._run.rosters[: self._run.num_pipeline_stages]
+            self._servers_at_handover = {member.peer_id for roster in pipeline for member in roster}
             self._step_aside()
         at_s = now_s()
-        for one in record.newcomers:
-            self._balancer.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
+        for newcomer in record.newcomers:
+            self._balancer.note_entered(newcomer.member.peer_id, newcomer.stage_index, now_s=at_s)
         for departure in record.departures:
             peer, target = departure.member.peer_id, departure.stage_index
-            (source,) = (one.stage_index for one in record.left if one.member == departure.member)
+            (source,) = (vacancy.stage_index for vacancy in record.left if vacancy.member == departure.member)
             self._balancer.note_left(peer, source, target, now_s=at_s)
             self._events.note("moves", peer=peer, stage=target, step=record.step)
         staying = {member for roster in self._run.rosters for member in roster}

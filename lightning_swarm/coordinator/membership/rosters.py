@@ -14,7 +14,7 @@ from lightning_swarm.protocol.keepers import may_decide
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, Keepers, Member
 from lightning_swarm.protocol.messages.step import Candidate
 
-MAX_VOTERS: Final = 7  # more would make every decision slower and few of them safer
+MAX_VOTERS: Final = 7  # more voters would slow down every decision, and rarely make one safer
 
 
 def next_rosters(
@@ -28,25 +28,26 @@ def next_rosters(
     """Make the rosters that a record sets for the next step: members in their old order, then newcomers."""
     # A stage that lost all members has only newcomers, or no servers; such a record must not be proposed.
     staying = {member.peer_id for roster in rosters for member in roster} - set(gone)
-    # Leaving peers are released in the order of requests, each from all its stages at once. Each stage must keep a
-    # member of the former roster, because newcomers have not applied a record yet. The same holds if a peer gives up
-    # one stage and stays in another.
+    # Leaving peers are released in the order of their requests, each from all its stages at once. Each stage must keep
+    # a member of the former roster, because newcomers have not applied a record yet. This also holds for `releases`, by
+    # which a peer gives up one stage and stays in another.
     for peer in leaving:
         if peer in staying and not alone_in(rosters, peer, staying):
             staying.discard(peer)
-    held = [[member for member in roster if member.peer_id in staying] for roster in rosters]
+    kept = [[member for member in roster if member.peer_id in staying] for roster in rosters]
     for release in releases:
-        others = [member for member in held[release.stage] if member.peer_id != release.peer]
-        elsewhere = (member.peer_id for index, roster in enumerate(held) if index != release.stage for member in roster)
+        others = [member for member in kept[release.stage] if member.peer_id != release.peer]
+        elsewhere = (member.peer_id for index, roster in enumerate(kept) if index != release.stage for member in roster)
         if others and release.peer in elsewhere:
-            held[release.stage] = others
-    return [[*roster, *(new.member for new in newcomers if new.stage_index == i)] for i, roster in enumerate(held)]
+            kept[release.stage] = others
+    return [[*roster, *(new.member for new in newcomers if new.stage_index == i)] for i, roster in enumerate(kept)]
 
 
 def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
     """Return the stages of `peer` that no other peer in `staying` holds."""
-    held = [{member.peer_id for member in roster} for roster in rosters]
-    return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
+    others = set(staying) - {peer}
+    holders = [{member.peer_id for member in roster} for roster in rosters]
+    return [index for index, peers in enumerate(holders) if peer in peers and not peers & others]
 
 
 def trainer_changes(
@@ -62,9 +63,10 @@ def trainer_changes(
 def members_that_may_vote(
     rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], keepers: Keepers = UNSET
 ) -> list[Member]:
-    """Return the members that may vote: the servers of stages not `on_trainers`, else all; if any, only keepers."""
-    servers = [roster for roster, is_local in zip(rosters, on_trainers, strict=True) if not is_local] or rosters
-    members = dict.fromkeys(member for roster in servers for member in roster)
+    """Return the members that may vote: only servers of pipeline stages, or trainers if the run has no pipeline."""
+    # If the run has `keepers`, only they may vote.
+    pipeline = [roster for roster, is_local in zip(rosters, on_trainers, strict=True) if not is_local]
+    members = dict.fromkeys(member for roster in pipeline or rosters for member in roster)
     return [member for member in members if may_decide(member.peer_id, keepers)]
 
 
@@ -80,10 +82,10 @@ def choose_voters(
     hosts: Mapping[PeerId, str],
     keepers: Keepers = UNSET,
 ) -> list[Member]:
-    """Choose the voters on the next record: an odd number of the members that may vote."""
+    """Choose the voters on the next record: an odd number of eligible members, the present voters first."""
     members = members_that_may_vote(rosters, on_trainers, keepers)
     number = number_of_voters(len(members))
-    chosen = [voter for voter in voters if voter in members][:number]  # present voters stay, as far as there is room
+    chosen = [voter for voter in voters if voter in members][:number]
     others = [member for member in members if member not in chosen]
     while len(chosen) < number:  # prefer hosts with the fewest voters
         num_voters = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from lightning_swarm.network import PeerId
 
-_MANY: Final = 3  # servers per stage from which one server more makes no difference
+_MANY: Final = 3  # from this number of servers on, one server more makes a stage no less needy
 
 
 class StageLots:
@@ -19,8 +19,9 @@ class StageLots:
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
-        self._known: defaultdict[PeerId, set[int]] = defaultdict(set)  # server -> stages, current, former or as a mover
-        self._drawn: dict[PeerId, int] = {}  # server -> its newest draw only: it must not collect draws to choose from
+        self._known: defaultdict[PeerId, set[int]] = defaultdict(set)  # server -> its present, former and next stages
+        # Server -> stage of its newest draw. Older draws are dropped, so that it cannot choose among several.
+        self._drawn: dict[PeerId, int] = {}
         self._holders: defaultdict[bytes, list[PeerId]] = defaultdict(list)  # invitation -> holders of its orders
 
     def record_stage(self, peer: PeerId, stage_index: int) -> None:
@@ -36,29 +37,29 @@ class StageLots:
         peer: PeerId,
         num_servers: Sequence[int],  # stage -> number of its servers
         *,
-        invitation: bytes | None = None,  # number of the invitation by which the server comes
+        invitation: bytes | None = None,  # number of the server's invitation
         waiting: Collection[PeerId] = (),  # servers that are joining
     ) -> int:
         """Return the first stage in a server's order, among the stages that need a server most."""
         least = min(num_servers)
         needy = [index for index, number in enumerate(num_servers) if number <= least + (least >= _MANY)]
-        # The order is the same each time, or a server could come again until it gets the stage that it wants.
-        whose = peer if invitation is None else f"{invitation.hex()}/{self._place(peer, invitation, waiting)}"
-        drawn = min(needy, key=lambda index: blake3(self._secret + f"{whose}/{index}".encode()).digest())
+        # A server's order stays the same, or it could join again and again until it gets the stage that it wants.
+        name = peer if invitation is None else f"{invitation.hex()}/{self._order_index(peer, invitation, waiting)}"
+        drawn = min(needy, key=lambda index: blake3(self._secret + f"{name}/{index}".encode()).digest())
         self._drawn[peer] = drawn
         return drawn
 
-    def _place(self, peer: PeerId, invitation: bytes, waiting: Collection[PeerId]) -> int:
-        """Return the index of a server's order among its invitation's: an absent peer's order, or a new one.
+    def _order_index(self, peer: PeerId, invitation: bytes, waiting: Collection[PeerId]) -> int:
+        """Return the index of a server's order among its invitation's orders: an absent peer's order, or a new one.
 
-        New ids cost nothing, so an invitation's holder could otherwise try one after the other until the stage suits.
+        New peer ids cost nothing. If each got a new order, an invited user could try ids until the stage suits.
         """
         holders = self._holders[invitation]
         if peer not in holders:
-            free = [one for one in holders if one not in waiting and one not in self._known]
-            if free:
-                holders[holders.index(free[0])] = peer
-                self._drawn.pop(free[0], None)
+            absent = [holder for holder in holders if holder not in waiting and holder not in self._known]
+            if absent:
+                holders[holders.index(absent[0])] = peer
+                self._drawn.pop(absent[0], None)
             else:
                 holders.append(peer)
         return holders.index(peer)

@@ -1,7 +1,7 @@
-"""Manages trainers that come, leave or fall silent: their membership from the next record on, and their batches.
+"""Manages trainers that join, leave or fall silent: their membership from the next record on, and their batches.
 
-``ENLIST -> the next record names the trainer -> its first place``. After ``RETIRE`` or a silence, the next record
-removes the trainer. A trainer that was only silent enlists again once its calls are refused.
+A peer that sends `ENLIST` is a trainer once a record names it, and then gets its first place. After `RETIRE` or a
+silence, the next record removes the trainer. A trainer that was only silent enlists again once its calls are refused.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from lightning_swarm.protocol.run_state import check_open, check_protocol_versio
 
 _log = logging.getLogger(__name__)
 
-_FIRST_LOOK_S: Final = 0.1  # pause between the first two looks for a batch's receipts; doubles each time
-_LONGEST_LOOK_S: Final = 2.0
+_FIRST_PAUSE_S: Final = 0.1  # pause between the first two requests for a batch's receipts; doubles each time
+_LONGEST_PAUSE_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
 _EXCLUDED: Final = (
-    "the gradients of its batches were not scaled as in their leases, or were in no sum when it reported them"
+    "the gradients of its batches had another weight than their leases, or were in no sum when it reported them"
 )
 _BANNED: Final = "the run's owner banned it"
 _CONVICTED: Final = "it was convicted of false work"
-_ANEW: Final = "it was started again"
+_RESTARTED: Final = "it was restarted"
 
 
 class LeaseExpiry:
@@ -52,7 +52,7 @@ class LeaseExpiry:
         self,
         context: CoordinatorContext,
         *,
-        on_change: Callable[[OpenStep], Awaitable[None]],  # after a batch was struck, or completed without its trainer
+        on_change: Callable[[OpenStep], Awaitable[None]],  # after a strike, or a completion without the trainer
         owes: Callable[[PeerId], bool],  # whether other trainers wait for its batch
     ) -> None:
         self._transport, self._run, self._step_state = context.transport, context.run, context.step_state
@@ -65,14 +65,14 @@ class LeaseExpiry:
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
 
     def watch(self, trainer: PeerId) -> None:
-        """Watch over a trainer that has a place in the open step, or should have one."""
+        """Watch a trainer that has a place in the open step, or whose batch other trainers wait for."""
         if trainer not in self._watched:
             self._watched.add(trainer)
             self._spawn(self._watch(trainer))
 
     async def _watch(self, trainer: PeerId) -> None:
         """Ping a trainer while it has a place, and give up its batches if it does not answer."""
-        there = True
+        is_alive = True
         try:
             while True:
                 await asyncio.sleep(self._interval_s)
@@ -83,14 +83,14 @@ class LeaseExpiry:
                 try:
                     await self._transport.ping(trainer)
                 except PeerError as error:
-                    if there:  # otherwise noted before, while servers complete its armed batches
+                    if is_alive:  # otherwise noted before, while servers complete its armed batches
                         self._events.note("gone", peer=trainer, step=self._step_state.open.step, reason=str(error))
-                    there = False
+                    is_alive = False
                     self.gone.add(trainer)
                     await self.give_up(self._step_state.open, trainer, str(error))
                     await self._on_change(self._step_state.open)  # other trainers may bring its batches
                 else:
-                    there = True
+                    is_alive = True
                     self.gone.discard(trainer)
         finally:
             self._watched.discard(trainer)
@@ -101,17 +101,17 @@ class LeaseExpiry:
         if not step.closing or step.ready or since_s is None or now_s() < since_s + timeout:
             return
         self._step_state.closing_s = now_s()
-        there = await alive_among(self._transport, self._run.servers)
-        if any(all(member.peer_id not in there for member in roster) for roster in self._run.rosters):
-            return  # batches wait for a server of some stage, and not for their trainers
-        late = f"it was not finished {timeout:g} s after its step was full."
+        alive = await alive_among(self._transport, self._run.servers)
+        if any(all(member.peer_id not in alive for member in roster) for roster in self._run.rosters):
+            return  # the batches wait for a server of a stage that has none, not for their trainers
+        late = f"it was not complete {timeout:g} s after its step was full."
         for trainer in step.missing():
             await self.give_up(step, trainer, f"{late} Raise `Limits.call_timeout` if batches take longer.")
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
-        """Wait no more for a trainer: have servers complete its armed batches, and strike its other batches."""
-        # Servers have accepted all backward calls of an armed batch, so they can complete it. They add no more of
-        # other batches, whose samples are granted again. A trainer that comes back runs these batches again.
+        """Stop waiting for a trainer: have servers complete its armed batches, and strike its other batches."""
+        # Servers have accepted all backward calls of an armed batch, so they can complete it. They abandon the other
+        # batches, whose samples are granted again. A trainer that comes back runs these batches again.
         under_way = step.under_way(trainer)
         for first, receipts in under_way.items():
             if receipts is not None and (step.step, first) not in self._completing:
@@ -134,7 +134,7 @@ class LeaseExpiry:
 
     async def _fence(self, step: OpenStep, batches: Sequence[int]) -> None:
         request = FenceRequest(generation=self._generation, step=step.step, batches=list(batches))
-        # If a server is not reached and adds such a batch, no closing names it.
+        # If a server is not reached and adds such a batch, no closing names the batch, so it does not count.
         await ask_each(self._transport, self._run.servers, FENCE, request, timeout=self._timeout)
 
     async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
@@ -151,8 +151,8 @@ class LeaseExpiry:
     async def _await_receipts(
         self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId
     ) -> str | None:
-        """Return None once all stages have the receipts, or the batch is not under way; else a reason to strike it."""
-        pause_s = _FIRST_LOOK_S
+        """Return None once all stages have the receipts or the batch has ended, else the reason to strike it."""
+        pause_s = _FIRST_PAUSE_S
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
             held, pending = await self._ask_receipts(step, receipts, trainer)
@@ -166,11 +166,11 @@ class LeaseExpiry:
             if not missing:
                 return None
             if missing - pending:
-                return f"{len(missing - pending)} gradients of the batch are at no server"
+                return f"no server has or computes {len(missing - pending)} gradients of the batch"
             if now_s() >= deadline:
                 return f"the batch was not completed within {self._timeout:g} s"
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return None
 
     async def _ask_receipts(
@@ -182,9 +182,9 @@ class LeaseExpiry:
 
         def read(reply: ReceiptsReply) -> None:
             for stage in reply.stages:
-                for found, bitmap in ((held, stage.held), (pending, stage.pending)):
-                    flags = from_bitmap(bitmap, len(receipts))
-                    found |= {(stage.stage_index, one) for one, flag in zip(receipts, flags, strict=True) if flag}
+                for pairs, bitmap in ((held, stage.held), (pending, stage.pending)):
+                    flags = zip(receipts, from_bitmap(bitmap, len(receipts)), strict=True)
+                    pairs |= {(stage.stage_index, receipt) for receipt, is_set in flags if is_set}
 
         await ask_each(self._transport, self._run.servers, RECEIPTS, request, timeout=self._timeout, check=read)
         return held, pending
@@ -247,7 +247,7 @@ class TrainerMembership:
         return banned_among(peers, self._transport.bans or UNSET, self._run.invitations)
 
     def record_applied(self, record: Record) -> None:
-        """Note which trainers an applied record has added and removed."""
+        """Record the trainers that an applied record has added and removed."""
         for peer in record.enlisted:
             self._asked_s.pop(peer, None)
             self._alive_s[peer] = now_s()
@@ -255,20 +255,21 @@ class TrainerMembership:
         banned, convicted = self._banned(record.retired), self._run.electorate.convicted
         for peer in record.retired:
             self._alive_s.pop(peer, None)
-            ended = _CONVICTED if peer in convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
-            reason = self._going.pop(peer, _BANNED if peer in banned else ended)
-            self._events.note("left", peer=peer, step=self._run.version, reason=f"it trains no more: {reason}")
+            default = _CONVICTED if peer in convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
+            reason = self._going.pop(peer, _BANNED if peer in banned else default)
+            self._events.note("left", peer=peer, step=self._run.version, reason=f"it no longer trains: {reason}")
 
     async def check_liveness(self) -> None:
-        """Find trainers that are gone, even without a batch under way, so that they get no more of the data."""
-        own = {self._transport.peer_id, self._run.manifest.lead}
+        """Find trainers that are gone, even without a batch under way, so that the next record removes them."""
+        exempt = {self._transport.peer_id, self._run.manifest.lead}
         while self._run.manifest.open_to_trainers:
             await asyncio.sleep(self._silence_s)
             since_s = now_s() - self._silence_s
-            late = [one for one in self._run.trainers if one not in own and self._alive_s.get(one, 0.0) <= since_s]
-            there = await alive_among(self._transport, late, timeout=self._silence_s)
-            for trainer in late:
-                if trainer in there:
+            trainers = [trainer for trainer in self._run.trainers if trainer not in exempt]
+            silent = [trainer for trainer in trainers if self._alive_s.get(trainer, 0.0) <= since_s]
+            alive = await alive_among(self._transport, silent, timeout=self._silence_s)
+            for trainer in silent:
+                if trainer in alive:
                     self.note_alive(trainer)
                 elif trainer in self._run.trainers and self._alive_s.get(trainer, 0.0) <= since_s:
                     self._going.setdefault(trainer, _SILENT)
@@ -277,7 +278,7 @@ class TrainerMembership:
 
     async def _handle_enlist(self, caller: PeerId, request: EnlistRequest) -> EnlistReply:
         if caller not in self._run.trainers:
-            await self._invitations.forget_the_gone(caller)
+            await self._invitations.free_lost_uses(caller)
         self._changes.check()
         self._check_may_train(caller, request)
         if request.generation is not None:
@@ -286,7 +287,7 @@ class TrainerMembership:
             self._going.pop(caller, None)
             self.note_alive(caller)
             if request.generation is None:
-                await self._lease_expiry.give_up(self._step_state.open, caller, _ANEW)
+                await self._lease_expiry.give_up(self._step_state.open, caller, _RESTARTED)
         else:
             self._invitations.reserve(caller)
             self._asked_s[caller] = now_s()
@@ -304,18 +305,18 @@ class TrainerMembership:
         self._check_honest(caller)
         if caller not in self._run.trainers and len({*self._run.trainers, *self.waiting} - {caller}) >= MAX_TRAINERS:
             raise ConfigError(
-                f"a run has at most {MAX_TRAINERS} trainers, and {manifest.run_id!r} has as many. Serve it, with "
-                "`role='server'`, or come back when one has left."
+                f"a run has at most {MAX_TRAINERS} trainers, and {manifest.run_id!r} has as many. Start this peer with "
+                "`role='server'`, or again when a trainer has left."
             )
 
     async def _handle_retire(self, caller: PeerId, request: RetireRequest) -> RetireReply:
         manifest = self._run.manifest
         if caller == manifest.lead:
-            raise ProtocolError("the lead does not retire: it ends the run by dismissing the others")
+            raise ProtocolError("the lead cannot retire: it ends the run by dismissing all other peers")
         self._run.check_trainer(caller)
         # Any reason is accepted, because it concerns only the trainer's own batches.
         self._going[caller] = request.reason
-        await self._lease_expiry.give_up(self._step_state.open, caller, f"it trains no more: {request.reason}")
+        await self._lease_expiry.give_up(self._step_state.open, caller, f"it no longer trains: {request.reason}")
         if not manifest.open_to_trainers:  # no record changes the trainers of such a run
             return RetireReply(retired=True)
         retired = await self._changes.until(lambda: caller not in self._run.trainers)

@@ -1,4 +1,4 @@
-"""Estimates the stages' rates, and decides by them when servers move. Pure: callers pass the time."""
+"""Estimates the stages' rates, and decides from them when servers move. Pure: callers pass the time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import RebalancingRule
 
-_FEWEST: Final = 0.01  # least number of remembered changes, after any quiet time
+_FEWEST: Final = 0.01  # lower bound of the faded number of changes, which would approach 0 in a quiet swarm
 _FIRST_HORIZON_S: Final = 600.0  # assumed time between changes of a swarm, until more is known
 _MEMORY_S: Final = 7200.0  # age at which a change counts 1/e
 
@@ -44,7 +44,7 @@ class ChurnEstimate:
         self._num_changes += 1.0
 
     def horizon_s(self, now_s: float) -> float:
-        """Mean time between two changes."""
+        """Return the mean time between two changes."""
         self._advance(now_s)
         return self._past_s / max(self._num_changes, _FEWEST)
 
@@ -58,14 +58,14 @@ class ChurnEstimate:
 
 _SLOWEST: Final = 1e-9  # least plausible samples/s of a peer; its inverse is the highest plausible rate
 _SMOOTHING: Final = 0.3  # weight of the newest report in a mean that follows the reports
-# The same for the mean from which scatter is measured. It is slow because servers report moving averages: each report
-# is close to the next one, even if both are far from the true rate.
+# The same for the slower mean about which scatter is measured. Servers report moving averages, so successive reports
+# are close to each other, even if both are far from the true rate.
 _SCATTER_SMOOTHING: Final = 0.05
 _FIRST_SCATTER: Final = 0.13  # standard deviation of a rate's logarithm that is assumed until reports show another
-_CORRELATED: Final = 2.0  # reports that are worth about one independent report, because they are moving averages
-_SIGMAS: Final = 2.4  # an error of more standard deviations than this is as good as excluded
-# Share by which a sample may cost more at one stage than at another, until a peer has served both. Partitions are no
-# more even than that, so equal peers of two stages may seem to differ by as much.
+_CORRELATED: Final = 2.0  # reports that tell about as much as one independent report, because they are moving averages
+_SIGMAS: Final = 2.4  # standard deviations of the largest error that is considered
+# Share by which a sample may cost more at one stage than at another, until a peer has served both. Partitions are that
+# uneven, so equal peers of two stages may seem to differ by as much.
 _WORK_SCATTER: Final = 0.3
 
 
@@ -83,9 +83,9 @@ class ReportedLoad:
         cls, samples_per_s: float | None, queued: float, busy_share: float | None, *, lacks_memory: bool = False
     ) -> ReportedLoad:
         """Read a report within plausible bounds, so that a false report cannot harm the coordinator."""
-        believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
+        is_plausible = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
         share = None if busy_share is None else min(busy_share, 1.0)
-        return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share, lacks_memory)
+        return cls(samples_per_s if is_plausible else None, min(queued, 1.0 / _SLOWEST), share, lacks_memory)
 
 
 class RateEstimate:
@@ -94,23 +94,23 @@ class RateEstimate:
     def __init__(self, samples_per_s: float, stage: int | None) -> None:
         self.stage = stage  # the peer's stage at its last report; None: it holds several
         self._log = self._slow_log = math.log(samples_per_s)  # fast and slow moving averages of the reports
-        self._num_here = self._num_reports = 1  # reports from this stage, and all
-        self._variance = _FIRST_SCATTER**2  # of the reports' logarithms about the slow mean
+        self._num_here = self._num_reports = 1  # reports from this stage, and from all
+        self._variance = _FIRST_SCATTER**2  # variance of the reports' logarithms about the slow mean
 
     def update(self, samples_per_s: float, stage: int | None) -> None:
         """Add a report."""
         reported = math.log(samples_per_s)
-        if stage != self.stage:  # the new stage may be more work
+        if stage != self.stage:  # a sample may cost more at the new stage
             self.stage, self._log, self._slow_log, self._num_here = stage, reported, reported, 1
             return
         self._num_here += 1
         self._num_reports += 1
-        # At first the plain mean: with the smoothing alone, the first report would count for most.
+        # The first reports have equal weights, because the smoothing alone would overweight the very first.
         self._log += max(_SMOOTHING, 1.0 / self._num_here) * (reported - self._log)
-        off = reported - self._slow_log
-        self._slow_log += max(_SCATTER_SMOOTHING, 1.0 / self._num_here) * off
-        # The mean of a few correlated reports is close to them, so that they seem to scatter less than they do.
-        squared = off**2 * (1.0 + _CORRELATED / self._num_here)
+        deviation = reported - self._slow_log
+        self._slow_log += max(_SCATTER_SMOOTHING, 1.0 / self._num_here) * deviation
+        # Few correlated reports are close to their own mean, so their deviations are too small, and are scaled up.
+        squared = deviation**2 * (1.0 + _CORRELATED / self._num_here)
         self._variance += max(_SCATTER_SMOOTHING, 1.0 / self._num_reports) * (squared - self._variance)
 
     @property
@@ -120,21 +120,21 @@ class RateEstimate:
 
     @property
     def scatter(self) -> float:
-        """The share by which the rate may be off."""
+        """The relative error of the rate."""
         return min(max(SCATTER, _SIGMAS * math.sqrt(self._variance)), 1.0)
 
 
 _FIXED_S: Final = 3.0  # least duration of a move: a mover leaves by one record and enters by another
-_LEAST_BUSY: Final = 1 / 3  # least busy share of the busiest stage: below it, faster computing saves little
-# Mean loss by a change that may hit a stage's only server. After its death, the run waits for it and then rolls back,
-# which takes minutes. But most changes are newcomers, and servers that leave in order.
+_LEAST_BUSY: Final = 1 / 3  # if the busiest stage computes a smaller share of the time, a faster stage saves little
+# Mean loss by a change of the swarm at a stage's only server. If that server dies, the run waits for it and then rolls
+# back, which takes minutes. But most changes are servers that join, or that leave in order.
 _LOST_S: Final = 100.0
-_HANDED_OVER: Final = 1.25  # least speedup by a move of the coordinator, because its successor measures anew
+_HANDED_OVER: Final = 1.25  # least speedup for which the coordinator moves, because its successor measures all anew
 _FIRST_BYTES_PER_S: Final = 12.5e6  # rate of a download, until one was seen
-_MOST_WORK: Final = math.log(100.0)  # log of the most that a sample may cost at one stage, relative to the mean of all
-_LEARNT: Final = 0.25  # share of an error in two stages' relative work by which each is corrected
-_MOST_DOWNLOADS: Final = 3  # simultaneous movers to a stage per member, because members send them its state
-_GIVEN_UP: Final = 10.0  # a mover is given up after this many times its expected duration
+_MAX_LOG_WORK: Final = math.log(100.0)  # bound of a stage's `_log_work`
+_LEARNT: Final = 0.25  # share of the error of two stages' relative work by which each stage's work is corrected
+_MAX_DOWNLOADS: Final = 3  # simultaneous movers to a stage per member, because members send them its state
+_GIVEN_UP: Final = 10.0  # a move is given up after this many times its expected duration
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Balancer:
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
         self._known: dict[PeerId, RateEstimate] = {}  # present peers, and movers on their way
         self._log_work = [0.0] * len(state_bytes)  # stage -> log of a sample's cost, relative to the mean of all
-        self._num_compared: Counter[frozenset[int]] = Counter()  # how often a peer was at both of two stages
+        self._num_compared: Counter[frozenset[int]] = Counter()  # pair of stages -> measured moves between them
         self._too_large: dict[PeerId, set[int]] = {}  # stages for which each server has too little memory
         self._moving: dict[PeerId, _MoveInProgress] = {}
         self._left: dict[PeerId, set[int]] = {}  # peer -> stages that it left since the last change of the swarm
@@ -165,11 +165,11 @@ class Balancer:
         self._pace = ChurnEstimate(now_s)
         self._step_s = MovingAverage(_SMOOTHING)
         self._asked_s: float | None = None  # time of the last request for moves
-        self._decided_s = now_s  # time of the last decision, which not each request reaches
+        self._decided_s = now_s  # time of the last decision; not every request leads to one
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """Record the newest loads of all servers."""
-        # Without moves, rates are not needed: newcomers go to the stage with the fewest servers.
+        # This rule needs no rates: no server moves, and newcomers go to the stage with the fewest servers.
         if self._rule == "none":
             return
         self._loads = {peer: dict(stages) for peer, stages in loads.items()}
@@ -178,8 +178,8 @@ class Balancer:
             if measured and len(measured) == len(stages):
                 self._learn(peer, measured)
             for index, load in stages.items():
-                tried = self._too_large.setdefault(peer, set())
-                (tried.add if load.lacks_memory else tried.discard)(index)
+                too_large = self._too_large.setdefault(peer, set())
+                (too_large.add if load.lacks_memory else too_large.discard)(index)
         for peer in self._known.keys() - self._loads.keys() - self._moving.keys():
             del self._known[peer]
         for peer in self._too_large.keys() - self._loads.keys() - self._moving.keys():
@@ -196,18 +196,18 @@ class Balancer:
             return
         before, source = known.samples_per_s, known.stage
         known.update(rate, index)
-        # Without this, peers of a costly stage would pass for slow peers, and be exchanged with equal peers forever.
+        # Otherwise, peers of a costly stage would count as slow, and be exchanged with equal peers forever.
         if index is not None and source is not None and index != source:
             self._num_compared[frozenset((index, source))] += 1
             error = math.log(before / rate) - (self._log_work[index] - self._log_work[source])
-            for stage, learnt in ((index, error), (source, -error)):
-                changed = self._log_work[stage] + _LEARNT * learnt
-                self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
+            for stage, correction in ((index, error), (source, -error)):
+                changed = self._log_work[stage] + _LEARNT * correction
+                self._log_work[stage] = max(-_MAX_LOG_WORK, min(changed, _MAX_LOG_WORK))
 
     def _work_scatter(self, source: int, target: int) -> float:
-        """Share by which the estimate of two stages' work, relative to each other, may be off."""
+        """Return the relative error of the ratio of two stages' work."""
         num_compared = self._num_compared[frozenset((source, target))]
-        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** num_compared  # both stages take over `_LEARNT` of an error
+        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** num_compared  # each move corrects both stages by `_LEARNT`
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
         """Record that a mover has arrived."""
@@ -222,35 +222,35 @@ class Balancer:
         *,
         fixed: Collection[PeerId],
         joining: Mapping[PeerId, int],
-        leader: PeerId | None = None,
+        coordinator: PeerId | None = None,
         now_s: float,
     ) -> list[Move]:
-        """Choose the moves of peers that are not `fixed`, given the stages of `joining` peers. `leader` coordinates."""
+        """Choose moves of peers that are not `fixed`, given the stages of `joining` peers."""
         if self._rule == "none":
             return []
         if self._asked_s is not None:
             self._step_s.measure(now_s - self._asked_s)
         self._asked_s = now_s
-        self._forget_the_lost(joining, now_s)
-        there = frozenset(peer for roster in rosters for peer in roster)
-        peers = there | self._moving.keys()
+        self._drop_lost_movers(joining, now_s)
+        present = frozenset(peer for roster in rosters for peer in roster)
+        peers = present | self._moving.keys()
         if self._peers and peers != self._peers:
             self._pace.note_change(now_s)
             self._left.clear()
         self._peers = peers
         if relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=fixed)[0]:
             return relief
-        if not self._is_time(there, now_s):
-            self._seen = there if self._seen is None else self._seen
+        if not self._is_time(present, now_s):
+            self._seen = present if self._seen is None else self._seen
             return []
         if any(not any(peer in self._known for peer in roster) for roster in rosters):
             return []  # a stage without any measured peer
         if self._rule == "gain" and not self._computing_limits(rosters):
             return []  # computing rates mean nothing if computing is not the bottleneck
-        self._seen, self._decided_s = there, now_s
-        return self._bounded(rosters, self._plan(rosters, fixed, joining, leader, now_s))
+        self._seen, self._decided_s = present, now_s
+        return self._bounded(rosters, self._plan(rosters, fixed, joining, coordinator, now_s))
 
-    def sheds(
+    def releases(
         self,
         rosters: Sequence[Sequence[PeerId]],
         *,
@@ -258,7 +258,7 @@ class Balancer:
         joining: Mapping[PeerId, int],
         now_s: float,
     ) -> list[StageRelease]:
-        """Choose the peers that give up one of several stages, but no stage that a joiner is downloading."""
+        """Choose peers that give up one of several stages, except stages that a joiner is downloading."""
         if self._rule != "none" and (
             relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=leaving)[1]
         ):
@@ -271,32 +271,33 @@ class Balancer:
             for peer in roster:
                 load = self._loads.get(peer, {}).get(index)
                 if load is None or load.samples_per_s is None:
-                    return []  # it was not measured yet
+                    return []  # a rate is not measured yet
                 rates[index][peer] = load.samples_per_s
         lone_costs = min(_LOST_S / (len(num_held) * self._pace.horizon_s(now_s)), 1.0)
         return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
 
-    def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
-        """Return whether moves are due: after an interval or, except by the paper's rule, when peers came or left."""
+    def _is_time(self, present: frozenset[PeerId], now_s: float) -> bool:
+        """Return whether moves are due: after an interval or, except by the paper's rule, once peers came or left."""
         is_due = now_s >= self._decided_s + self._interval_s
         if self._rule == "paper":
-            return is_due and not self._moving  # it moves one at a time
-        return is_due or (self._seen is not None and there != self._seen)
+            return is_due and not self._moving  # by this rule, one peer moves at a time
+        return is_due or (self._seen is not None and present != self._seen)
 
     def _computing_limits(self, rosters: Sequence[Sequence[PeerId]]) -> bool:
-        """Return whether the busiest stage computes for so much of the time that a faster one would help."""
+        """Return whether the busiest stage computes for so much of the time that a faster stage would help."""
         busy = {
             peer: math.fsum(load.busy_share or 0.0 for load in stages.values())
             for peer, stages in self._loads.items()
             if all(load.busy_share is not None for load in stages.values())
         }
         shares = [[busy[peer] for peer in roster if peer in busy] for roster in rosters]
-        return max((math.fsum(of_stage) / len(of_stage) for of_stage in shares if of_stage), default=0.0) >= _LEAST_BUSY
+        means = [math.fsum(stage_shares) / len(stage_shares) for stage_shares in shares if stage_shares]
+        return max(means, default=0.0) >= _LEAST_BUSY
 
     def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
-        """Keep the moves whose downloads can run in parallel; further moves are decided on after their arrival."""
+        """Keep the moves whose downloads can run in parallel; later decisions plan further moves."""
         chosen: list[Move] = []
-        room = [_MOST_DOWNLOADS * len(roster) for roster in rosters]
+        room = [_MAX_DOWNLOADS * len(roster) for roster in rosters]
         for move in moves:
             room[move.target] -= 1
             if room[move.target] < 0:
@@ -313,7 +314,7 @@ class Balancer:
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
         """Choose a newcomer's stage: the slowest, or the one with fewest peers if computing is not the bottleneck."""
-        self._forget_the_lost(joining, now_s)
+        self._drop_lost_movers(joining, now_s)
         by_rates = self._rule == "paper" or self._computing_limits(rosters)
         stages = self._stages(rosters, (), joining, by_rates=by_rates)
         stages.remove(newcomer)
@@ -324,19 +325,20 @@ class Balancer:
         rosters: Sequence[Sequence[PeerId]],
         fixed: Collection[PeerId],
         joining: Mapping[PeerId, int],
-        leader: PeerId | None,
+        coordinator: PeerId | None,
         now_s: float,
     ) -> list[Move]:
         """Plan the moves by the run's rule, without bounds on downloads."""
-        stages = self._stages(rosters, fixed if leader is None else {*fixed, leader}, joining)
+        stages = self._stages(rosters, fixed if coordinator is None else {*fixed, coordinator}, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
             costs = MoveCosts(move_s, self._pace.horizon_s(now_s), _LOST_S)
             moves = plan(stages, costs)
-            all_free = self._stages(rosters, fixed, joining)
-            others = plan(all_free, costs)  # may move the coordinator, too, if that gains much more
-            gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
-            return others if gains else moves
+            # The coordinator may move, too, but only if that gains much more.
+            all_stages = self._stages(rosters, fixed, joining)
+            all_moves = plan(all_stages, costs)
+            gains = mean_rate(all_stages, costs, all_moves) > _HANDED_OVER * mean_rate(stages, costs, moves)
+            return all_moves if gains else moves
         if self._rule == "none":
             return []
         if self._rule != "paper":
@@ -359,31 +361,32 @@ class Balancer:
         *,
         by_rates: bool = True,
     ) -> StageRates:
-        """Collect the peers and rates of all stages. Unmeasured peers, or all if not `by_rates`, count alike."""
+        """Collect the peers and rates of all stages. Unmeasured peers get the mean rate; all do if not `by_rates`."""
         known = self._known if by_rates else {}
         work = [math.exp(log) for log in self._log_work]
         stages = StageRates(len(rosters), work if by_rates else None, self._work_scatter)
         # Peer -> samples/s at a stage of work 1.
         speeds = {
-            peer: one.samples_per_s * (1.0 if one.stage is None else work[one.stage]) for peer, one in known.items()
+            peer: estimate.samples_per_s * (1.0 if estimate.stage is None else work[estimate.stage])
+            for peer, estimate in known.items()
         }
-        usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
-        several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
+        mean_speed = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
+        num_held = Counter(peer for roster in rosters for peer in roster)
         for index, roster in enumerate(rosters):
             for peer in roster:
-                # A peer of several stages counts as one that cannot move, in each of them.
-                name = PeerId(f"{peer} {index}") if peer in several else peer
+                # A peer of several stages is put into each of them under another name, and cannot move.
+                name = PeerId(f"{peer} {index}") if num_held[peer] > 1 else peer
                 stages.put(
                     name,
                     index,
-                    speeds.get(peer, usual),
-                    movable=peer in known and peer not in several and peer not in fixed,
+                    speeds.get(peer, mean_speed),
+                    movable=peer in known and num_held[peer] == 1 and peer not in fixed,
                     barred={*self._left.get(peer, ()), *self._too_large.get(peer, ())},
                     scatter=known[peer].scatter if peer in known else SCATTER,
                 )
         coming = {peer: move.target for peer, move in self._moving.items()} | dict(joining)
         for peer, index in coming.items():
-            stages.expect(peer, index, speeds.get(peer, usual))
+            stages.expect(peer, index, speeds.get(peer, mean_speed))
         return stages
 
     def _move_s(self, target: int) -> float:
@@ -391,9 +394,9 @@ class Balancer:
 
     @property
     def _between_s(self) -> float:
-        """Seconds of a move without its download: from one record to the next, which admits ready joiners."""
+        """Seconds of a move without its download: from the record that releases the mover to one that admits it."""
         return max(_FIXED_S, 2.0 * (self._step_s.value or 0.0))
 
-    def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
-        """Give up the movers that have not even asked to join in time."""
+    def _drop_lost_movers(self, joining: Collection[PeerId], now_s: float) -> None:
+        """Give up movers that have not asked to join their target in time."""
         self._moving = {peer: move for peer, move in self._moving.items() if now_s < move.until_s or peer in joining}

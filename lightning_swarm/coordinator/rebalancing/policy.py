@@ -1,4 +1,9 @@
-"""Decides which peers move to which stages. Pure."""
+"""Decides which peers move to which stages. Pure.
+
+Rates are measured, so a move is planned only if it gains more than the rates' errors. `scatter` is the relative error
+of one peer's rate, and `error` its absolute error. `squares` are the sums of the squared errors in each stage, and
+`work_scatter` is the relative error of the ratio of two stages' work.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,22 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple
 
 from lightning_swarm.network import PeerId
 
 SCATTER: Final = 0.06  # smallest relative error that is assumed for a measured rate
 _ROUNDING: Final = 1e-9  # relative error of floating-point sums of rates
-_MOST_RETURNS: Final = 4  # peers of a stage that are considered for an exchange, evenly from the slowest to the fastest
+# Peers of the slowest stage that are considered for an exchange, evenly from the slowest to the fastest.
+_MAX_COUNTERPARTS: Final = 4
 
-# (stage that may give a peer, net rate whose transfer makes both stages equal, largest net rate that it may give).
-_Source: TypeAlias = tuple[int, float, float]
+
+class _Source(NamedTuple):
+    """A stage that may give a peer to the target. A net rate is the mover's rate less that of the peer in exchange."""
+
+    stage: int
+    equalizing_rate: float  # net rate after whose transfer source and target are equally fast
+    max_net_rate: float  # with a larger net rate, the target could become faster than the source was
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class MoveCosts:
 
     move_s: Sequence[float]  # target stage -> seconds in which a mover computes nothing
     horizon_s: float  # mean duration of a gain, until the swarm changes; see `ChurnEstimate`
-    # Mean seconds lost by a change that may hit a stage's only server, the many harmless changes included.
+    # Mean seconds lost by a change of the swarm at a stage's only server. Most such changes lose nothing.
     lost_s: float = 0.0
 
 
@@ -68,7 +79,7 @@ class StageRates:
         self.num_peers = [0] * num_stages  # including peers on their way
         self._num_serving = [0] * num_stages  # peers that have arrived
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
-        self._where: dict[PeerId, _StagePeer] = {}
+        self._peers: dict[PeerId, _StagePeer] = {}
 
     def put(
         self,
@@ -81,29 +92,28 @@ class StageRates:
         scatter: float = SCATTER,
     ) -> None:
         """Add or replace a peer that serves a stage; `samples_per_s` is its rate at a stage of work 1."""
-        # It does not move to a `barred` stage: the stage is too large for it, or the peer left it since the last change
-        # of the swarm. Otherwise two peers could change places forever, because a peer's measured rate changes with its
-        # stage. `scatter` is the relative error of its rate; smaller gains would have peers move to and fro. In a large
-        # stage, errors cancel.
-        self._enter(
+        # The peer does not move to a `barred` stage: the stage is too large for it, or the peer left it since the last
+        # change of the swarm. Otherwise two peers could change places forever, because a peer's measured rate changes
+        # with its stage. `scatter` is the relative error of its rate, and prevents moves to and fro for smaller gains.
+        self._insert(
             peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, barred=barred, scatter=scatter)
         )
 
     def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
         """Add or replace a peer on its way to a stage, which cannot move until it arrives."""
-        self._enter(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, barred=(), scatter=SCATTER))
+        self._insert(peer, _StagePeer(stage, samples_per_s, arrived=False, movable=False, barred=(), scatter=SCATTER))
 
-    def _enter(self, peer: PeerId, entry: _StagePeer) -> None:
-        """Put a peer into a stage, out of its former stage."""
+    def _insert(self, peer: PeerId, entry: _StagePeer) -> None:
+        """Add a peer to a stage, and remove it from its former stage."""
         self.remove(peer)
-        self._where[peer] = entry
+        self._peers[peer] = entry
         self._count(entry, 1)
         if entry.movable:
             insort(self._movable[entry.stage], (entry.samples_per_s, peer))
 
     def remove(self, peer: PeerId) -> None:
         """Remove a peer, if it is there."""
-        entry = self._where.pop(peer, None)
+        entry = self._peers.pop(peer, None)
         if entry is None:
             return
         self._count(entry, -1)
@@ -112,34 +122,34 @@ class StageRates:
         if not self._num_serving[entry.stage]:
             self.serving_rates[entry.stage] = 0.0
         if entry.movable:
-            there = self._movable[entry.stage]
-            del there[bisect_left(there, (entry.samples_per_s, peer))]
+            movable = self._movable[entry.stage]
+            del movable[bisect_left(movable, (entry.samples_per_s, peer))]
 
     def move(self, move: Move) -> None:
         """Apply a move."""
-        before = self._where[move.peer]
+        before = self._peers[move.peer]
         self.put(move.peer, move.target, before.samples_per_s, barred=before.barred, scatter=before.scatter)
 
     def may_go(self, peer: PeerId, stage: int) -> bool:
-        """Return whether a peer may move to a stage, which is not `barred` to it (see `put`)."""
-        return stage not in self._where[peer].barred
+        """Return whether a peer may move to a stage: the stage is not `barred` (see `put`)."""
+        return stage not in self._peers[peer].barred
 
     def stage_of(self, peer: PeerId) -> int | None:
         """Return the stage that a peer serves, or is moving to."""
-        return self._where[peer].stage if peer in self._where else None
+        return self._peers[peer].stage if peer in self._peers else None
 
     def rate(self, peer: PeerId) -> float:
         """Return a peer's rate at a stage of work 1."""
-        return self._where[peer].samples_per_s
+        return self._peers[peer].samples_per_s
 
     def error(self, peer: PeerId | None) -> float:
-        """Return the error that a peer's rate may have; 0 without a peer."""
-        return 0.0 if peer is None else self.rate(peer) * self._where[peer].scatter
+        """Return the largest likely error of a peer's rate; 0 without a peer."""
+        return 0.0 if peer is None else self.rate(peer) * self._peers[peer].scatter
 
     def stays_ahead(self, move: Move) -> bool:
-        """Return whether the source stays faster than the target: otherwise, the two would only change places."""
-        brings = self._where[move.peer].samples_per_s / self.work[move.source]
-        return self.rates[move.source] - brings > self.rates[move.target]
+        """Return whether the source without the mover is faster than the target is now, so that peers do not swing."""
+        mover_rate = self._peers[move.peer].samples_per_s / self.work[move.source]
+        return self.rates[move.source] - mover_rate > self.rates[move.target]
 
     def movable(self, stage: int) -> Sequence[tuple[float, PeerId]]:
         """Return rates and ids of the peers of a stage that have arrived and can move, the slowest first."""
@@ -175,8 +185,8 @@ def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     draft = _MovePlan(stages, costs)
     best: list[Move] = []
     best_rate = draft.mean_rate()
-    while found := draft.find():
-        for move, samples_per_s in found:
+    while moves := draft.find():
+        for move, samples_per_s in moves:
             draft.make(move, samples_per_s)
         rate = draft.mean_rate()
         if rate >= best_rate * (1.0 - _ROUNDING):
@@ -217,13 +227,13 @@ class _MovePlan:
 
     def mean_rate(self) -> float:
         """Return the pipeline's mean rate until the swarm changes, which may be at any moment."""
-        # A period ends when some movers arrive. Weigh its rate by the probability that the swarm changes in it.
+        # Each arrival of movers ends a period. Its rate is weighted by the probability that the swarm changes in it.
         move_s, mean, p_unchanged = self._costs.move_s, 0.0, 1.0
         for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
             p_later = math.exp(-until_s / self._costs.horizon_s)
             stage_rates = (
-                after if needs_s < until_s else before
-                for before, after, needs_s in zip(self._meanwhile, self._rates, move_s, strict=True)
+                after if arrival_s < until_s else before
+                for before, after, arrival_s in zip(self._meanwhile, self._rates, move_s, strict=True)
             )
             mean += (p_unchanged - p_later) * min(stage_rates) * (1.0 - self._risk(self._num_staying))
             p_unchanged = p_later
@@ -237,75 +247,81 @@ class _MovePlan:
         return min(lone * self._costs.lost_s / (sum(self._num_peers) * self._costs.horizon_s), 1.0) if lone else 0.0
 
     def find(self) -> list[tuple[Move, float]]:
-        """Find the move that helps the slowest stage most, else an exchange; with the rates of the movers."""
+        """Find the move that helps the slowest stage most, else an exchange; return moves with the movers' rates."""
         target = min(range(len(self._rates)), key=self._rates.__getitem__)
-        sources = self._richer(target)
-        found = self._exchange(target, sources, [(0.0, None)])
-        if found or self._num_staying[target] < 2:
-            return found
+        sources = self._sources_for(target)
+        moves = self._best_exchange(target, sources, [(0.0, None)])
+        if moves or self._num_staying[target] < 2:
+            return moves
         movable = self._stages.movable(target)
-        candidates = movable[:: math.ceil(len(movable) / _MOST_RETURNS) or 1]
-        return self._exchange(target, sources, [one for one in candidates if one[1] not in self.moves])
+        candidates = movable[:: math.ceil(len(movable) / _MAX_COUNTERPARTS) or 1]
+        counterparts = [(rate, peer) for rate, peer in candidates if peer not in self.moves]
+        return self._best_exchange(target, sources, counterparts)
 
-    def _richer(self, target: int) -> list[_Source]:
+    def _sources_for(self, target: int) -> list[_Source]:
         """List the stages that may give a peer to the target, the fastest first."""
         target_rate, work, squares = self._rates[target], self._stages.work, self._stages.squares
-        least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave less than nothing
+        least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave a negative sum
         sources = []
         for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
             ahead = self._rates[source] - target_rate
             if ahead <= least_margin:
-                break  # this stage and all slower stages may be no faster in truth
+                break  # within the errors, this stage and all slower ones may be no faster than the target
             margin = max(math.sqrt(max(squares[source] + squares[target], 0.0)), _ROUNDING * self._rates[source])
             if self._num_staying[source] >= 2 and ahead > margin:
-                evening_rate = ahead / (1.0 / work[source] + 1.0 / work[target])
-                sources.append((source, evening_rate, (ahead - margin) * work[target]))
+                equalizing_rate = ahead / (1.0 / work[source] + 1.0 / work[target])
+                sources.append(_Source(source, equalizing_rate, (ahead - margin) * work[target]))
         return sources
 
-    def _exchange(
-        self, target: int, sources: Sequence[_Source], returns: Sequence[tuple[float, PeerId | None]]
+    def _best_exchange(
+        self, target: int, sources: Sequence[_Source], counterparts: Sequence[tuple[float, PeerId | None]]
     ) -> list[tuple[Move, float]]:
         """Find the best move from one of the `sources` to the target; empty if no move helps.
 
-        In return, the target may give one of `returns`, which are (rate, peer); ``(0.0, None)`` is nothing.
+        In exchange, the target gives one of the `counterparts`, which are (rate, peer); ``(0.0, None)`` is no peer.
         """
+        # An example with work 1: the source has 16 samples/s and the target 10, so a net rate of 3 makes them equal. A
+        # lone mover of rate 3 does so, and a mover of rate 5 in exchange for a counterpart of rate 2.
         target_rate, work = self._rates[target], self._stages.work
-        smallest_return = min((rate for rate, _ in returns), default=0.0)
+        slowest_counterpart = min((rate for rate, _ in counterparts), default=0.0)
         best: list[tuple[Move, float]] = []
         best_rate = target_rate  # rate of the slower of the two stages after the best move so far
-        for source, evening_rate, most_given in sources:
+        for source, equalizing_rate, max_net_rate in sources:
             source_rate, movable = self._rates[source], self._stages.movable(source)
             if source_rate <= best_rate:
                 break  # no move from this stage or a slower one helps more
-            reachable = target_rate + (movable[-1][0] - smallest_return) / work[target] if movable else 0.0
-            if min(reachable, target_rate + evening_rate / work[target]) <= best_rate:
+            fastest_target = target_rate + (movable[-1][0] - slowest_counterpart) / work[target] if movable else 0.0
+            if min(fastest_target, target_rate + equalizing_rate / work[target]) <= best_rate:
                 continue
-            wanted = min(most_given, evening_rate)
-            for return_rate, returned in returns:
-                at = bisect_left(movable, (return_rate + wanted,))
-                # Most often no peer fits, which the nearest two peers already show.
-                above = movable[at][0] - return_rate if at < len(movable) else math.inf
-                below = movable[at - 1][0] - return_rate if at else 0.0
-                is_above = above < most_given and source_rate - above / work[source] > best_rate
-                is_below = below > self._stages.error(returned) and target_rate + below / work[target] > best_rate
-                if not (is_above or is_below) or (returned is not None and not self._stages.may_go(returned, source)):
+            wanted = min(max_net_rate, equalizing_rate)
+            for counterpart_rate, counterpart in counterparts:
+                if counterpart is not None and not self._stages.may_go(counterpart, source):
+                    continue
+                at = bisect_left(movable, (counterpart_rate + wanted,))
+                # Usually no mover fits. The two with the nearest rates show that without a search.
+                above = movable[at][0] - counterpart_rate if at < len(movable) else math.inf
+                below = movable[at - 1][0] - counterpart_rate if at else 0.0
+                fits_above = above < max_net_rate and source_rate - above / work[source] > best_rate
+                fits_below = below > self._stages.error(counterpart) and target_rate + below / work[target] > best_rate
+                if not (fits_above or fits_below):
                     continue
                 for mover_rate, mover in self._near(movable, at, target):
-                    net_rate = mover_rate - return_rate
+                    net_rate = mover_rate - counterpart_rate
                     slower_rate = min(source_rate - net_rate / work[source], target_rate + net_rate / work[target])
                     error = self._stages.error(mover)
-                    if returned is not None:
-                        # Of two peers to exchange, the faster one may only have less work at its own stage. A lone
-                        # mover speeds up its target stage in any case.
+                    if counterpart is not None:
+                        # The mover may only seem faster than its counterpart, because a sample costs less at its stage.
+                        # A mover without a counterpart speeds up the target in any case.
                         scatter = self._stages.work_scatter(source, target)
-                        error = math.hypot(error, self._stages.error(returned), mover_rate * scatter)
-                    if error < net_rate < most_given and slower_rate > best_rate:
+                        error = math.hypot(error, self._stages.error(counterpart), mover_rate * scatter)
+                    if error < net_rate < max_net_rate and slower_rate > best_rate:
                         best_rate, best = slower_rate, [(Move(mover, source, target), mover_rate)]
-                        best += [(Move(returned, target, source), return_rate)] if returned is not None else []
+                        if counterpart is not None:
+                            best.append((Move(counterpart, target, source), counterpart_rate))
         return best
 
     def _near(self, movable: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
-        """Yield the nearest peers below and above an index that do not move yet, and may go to the target."""
+        """Yield the nearest peers below and above an index that are free to move to the target."""
         for indices in (range(at - 1, -1, -1), range(at, len(movable))):
             for index in indices:
                 peer = movable[index][1]
@@ -315,9 +331,9 @@ class _MovePlan:
 
 
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
-    """Plan by the paper's rule: from the stage with the shortest queue a peer moves to the one with the longest."""
-    # Source: SWARM, arXiv:2301.11913, appendix D. It does not say when to stop: see `StageRates.stays_ahead`.
-    # `queued` has the samples that wait at each stage, `queues` the samples at each of its peers.
+    """Plan by the paper's rule: a peer moves from the stage with the shortest queue to the stage with the longest."""
+    # Source: SWARM, arXiv:2301.11913, appendix D. The paper has no rule to stop; `StageRates.stays_ahead` is ours.
+    # `queued` has the samples that wait at each stage, and `queues` those that wait at each of its peers.
     movable = [index for index, peers in enumerate(queues) if len(peers) > 1]
     if not movable:
         return []
@@ -328,14 +344,14 @@ def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, floa
     return [Move(min(queues[source], key=queues[source].__getitem__), source, target)]
 
 
-_MANY: Final = 20  # peers per stage from which the fastest-first rule alone is within a thousandth
+_MANY: Final = 20  # with so many peers per stage, the fastest-first rule alone is within 0.1 % of the optimum
 
 
 def best_rate(rates: Iterable[float], num_stages: int) -> float:
     """Return the rate of the slowest stage under an assignment of peers that is as good as can be found quickly."""
     # Each peer goes to the slowest stage, the fastest peer first. If there are fewer than `_MANY` peers per stage, they
-    # then move as long as `plan` gains by it. Exact for equal peers; otherwise at least three quarters of the optimum,
-    # and nearly all with six peers a stage.
+    # then move as long as `plan` gains by it. The result is exact for equal peers. Otherwise it is at least three
+    # quarters of the optimum, and close to the optimum with six peers per stage.
     # Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
     ordered = sorted(rates, reverse=True)
     if ordered and ordered[0] == ordered[-1]:
@@ -359,7 +375,7 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
 
 
 # A peer may give up one stage of several. Each peer of a stage gets microbatches in proportion to its rate there, even
-# if it computes other stages, too. So a peer with several stages delays the newcomers of each, until it leaves one.
+# if it also computes other stages. So a peer with several stages slows down newcomers in each, until it leaves one.
 @dataclass(frozen=True)
 class StageRelease:
     """The release of one peer from a stage, while it stays in other stages."""
@@ -373,40 +389,38 @@ def plan_shedding(
     *,
     kept: Collection[int] = (),  # stages that no peer gives up
     leaving: Collection[PeerId] = (),  # peers that may not be the last of a stage
-    lone_costs: float = 0.0,  # mean share of the run that is lost if a stage is left to one server
+    lone_costs: float = 0.0,  # mean share of the run's time that is lost while a stage has a single server
 ) -> list[StageRelease]:
-    """Plan the releases after which the busiest peer of the stage clearly has less to do."""
+    """Plan releases that clearly reduce the work of the busiest peer in the released stage."""
     held = [dict(stage) for stage in rates]
-    found: list[StageRelease] = []
-    while choices := _choices(held, {*kept, *(one.stage for one in found)}, leaving, lone_costs):
-        _, release = min(choices, key=lambda choice: choice[0])
-        found.append(release)
-        del held[release.stage][release.peer]
-    return found
+    releases: list[StageRelease] = []
+    while choices := _gainful_releases(held, {*kept, *(release.stage for release in releases)}, leaving, lone_costs):
+        _, best = min(choices, key=lambda choice: choice[0])
+        releases.append(best)
+        del held[best.stage][best.peer]
+    return releases
 
 
-def _choices(
+def _gainful_releases(
     held: Sequence[Mapping[PeerId, float]], kept: Collection[int], leaving: Collection[PeerId], lone_costs: float
 ) -> list[tuple[float, StageRelease]]:
     """Return the releases with a gain, each with the share of the busiest peer's work that remains."""
     choices = []
-    several = {peer for peer, number in Counter(peer for stage in held for peer in stage).items() if number > 1}
+    num_held = Counter(peer for stage in held for peer in stage)
     for index, stage in enumerate(held):
-        if index in kept:
-            continue
-        for peer in (one for one in stage if one in several):
+        for peer in stage if index not in kept else ():
             staying = stage.keys() - {peer, *leaving}
-            if not staying:
+            if num_held[peer] < 2 or not staying:
                 continue
-            without = [{other: rate for other, rate in one.items() if at != index or other != peer}
-                       for at, one in enumerate(held)]  # fmt: skip
-            before = max(_seconds(one, held) for one in stage)
-            after = max(_seconds(one, without) for one in stage)
+            reduced_stage = {other: rate for other, rate in stage.items() if other != peer}
+            released = [*held[:index], reduced_stage, *held[index + 1 :]]
+            before = max(_seconds(member, held) for member in stage)
+            after = max(_seconds(member, released) for member in stage)
             if after * (1.0 + SCATTER) < before * (1.0 - (lone_costs if len(staying) == 1 else 0.0)):
                 choices.append((after / before, StageRelease(peer, index)))
     return choices
 
 
 def _seconds(peer: PeerId, held: Sequence[Mapping[PeerId, float]]) -> float:
-    """Return the seconds that a peer computes for each sample of the run."""
+    """Return the seconds for which a peer computes per sample of the run, in all its stages."""
     return math.fsum(1.0 / math.fsum(stage.values()) for stage in held if peer in stage)

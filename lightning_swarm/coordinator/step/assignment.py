@@ -13,9 +13,9 @@ from lightning_swarm.protocol.messages.run import BatchNumber
 # Allowance for a trainer's next batch, relative to its newest, so that trainers of equal speed keep their own batches.
 _MARGIN: Final = 1.25
 _OWN_MARGIN: Final = 1.1  # factor by which other trainers must be faster before a trainer leaves its batch to them
-_NUM_NEWEST: Final = 4  # newest batches that count: a single one may have been delayed
+_NUM_NEWEST: Final = 4  # newest batches that count, because a single batch may have been delayed
 _LEAST_KNOWN: Final = 2  # completed batches needed for an estimate
-_FORGETS: Final = 0.8  # factor on a trainer's time for each batch that it leaves to others: it may be faster by now
+_FORGETS: Final = 0.8  # factor on a trainer's time per batch that it left to others: it may be faster by now
 
 
 @dataclass
@@ -113,8 +113,8 @@ def choose_besides(
     First come `unattended` batches, whose own trainers are gone or will not bring them. Next comes the last batch of
     a slower trainer's lane, if that trainer would complete it later. Once the patience ends, the first of `free` comes.
     """
-    before = [one for one in free if one < waiting.batch]
-    for number in before:
+    earlier = [number for number in free if number < waiting.batch]
+    for number in earlier:
         if number in unattended:
             return number
     if waiting.took_s is not None:
@@ -122,4 +122,4 @@ def choose_besides(
         slower = [lane for lane in lanes if end_s < lane.end_s and lane.last < waiting.batch]
         if slower:
             return max(slower, key=lambda lane: lane.end_s).last
-    return before[0] if before and now_s >= waiting.until_s else None
+    return earlier[0] if earlier and now_s >= waiting.until_s else None

@@ -16,7 +16,7 @@ class DataOrder:
 
     def __init__(self) -> None:
         self._plans: dict[int, EpochPlan] = {}
-        self._ends: dict[int, list[int]] = {}  # epoch -> number of batches up to the end of each run of equal sizes
+        self._ends: dict[int, list[int]] = {}  # epoch -> number of batches up to the end of each series of equal sizes
 
     @property
     def plans(self) -> list[EpochPlan]:
@@ -28,41 +28,41 @@ class DataOrder:
         return self._plans.get(epoch)
 
     def add(self, plan: EpochPlan) -> None:
-        """Add the order of an epoch; raise ProtocolError if it has another order already, or is one too many."""
+        """Add an epoch's order; raise ProtocolError if the epoch has another order, or too many epochs have one."""
         known = self._plans.get(plan.epoch)
         if known is not None and (known.digest, known.sizes) != (plan.digest, plan.sizes):
-            raise ProtocolError(f"epoch {plan.epoch} has its order already, got another one")
+            raise ProtocolError(f"epoch {plan.epoch} already has an order, got a different one")
         if known is None and len(self._plans) >= MAX_PLANS:
             raise ProtocolError(
-                f"a step may reach over {MAX_PLANS} epochs, got one more: {plan.epoch}. Lower `target_batch_size`."
+                f"a step may extend over {MAX_PLANS} epochs, got one more: {plan.epoch}. Lower `target_batch_size`."
             )
         if plan.begin > plan.num_batches:
-            raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, it cannot begin at {plan.begin}")
+            raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, so cannot begin at {plan.begin}")
         self._plans[plan.epoch] = plan
         self._ends[plan.epoch] = list(accumulate(count for _, count in plan.sizes))
 
     def forget_before(self, epoch: int) -> None:
         """Forget the epochs before this one, which no step needs any more."""
-        self._plans = {of: plan for of, plan in self._plans.items() if of >= epoch}
-        self._ends = {of: ends for of, ends in self._ends.items() if of >= epoch}
+        self._plans = {known: plan for known, plan in self._plans.items() if known >= epoch}
+        self._ends = {known: ends for known, ends in self._ends.items() if known >= epoch}
 
     def size(self, number: BatchNumber) -> int:
         """Return the number of a batch's samples; raise ProtocolError if there is no such batch."""
         epoch, index = number
         plan = self._plans.get(epoch)
         if plan is None or not self.has(number):
-            raise ProtocolError(f"there is no batch {index} in epoch {epoch}, as far as its order is known")
+            raise ProtocolError(f"epoch {epoch} has no batch {index} in its known order")
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
     def normalized(self, number: BatchNumber) -> BatchNumber:
-        """Return the beginning of the next epoch for an epoch's end, if that epoch is known; else the number itself."""
+        """Replace the number after an epoch's last batch by the next epoch's first, if that epoch is known."""
         epoch, index = number
         while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
             epoch, index = epoch + 1, 0
         return epoch, index
 
     def has(self, number: BatchNumber) -> bool:
-        """Return whether a batch is known."""
+        """Return whether the known order has this batch."""
         return number[0] in self._plans and not self._is_beyond(number)
 
     def ends_at(self, number: BatchNumber) -> bool:
@@ -89,8 +89,8 @@ class StepWindow:
     _num_dropped: int = 0  # samples of dropped batches in `_places`
 
     def _extend(self) -> None:
-        """Add batches until the step has its samples without the dropped batches, or no further batch is known."""
-        self._num_dropped = sum(self.order.size(one) for one in self.dropped if one in self._places)
+        """Add batches until the step has its samples, not counting dropped batches, or no further batch is known."""
+        self._num_dropped = sum(self.order.size(number) for number in self.dropped if number in self._places)
         while self._num_samples - self._num_dropped < self.target_batch_size and self.order.has(self._next):
             number = self._next
             self._places[number] = self._num_samples
@@ -113,7 +113,7 @@ class StepWindow:
 
     @property
     def whole(self) -> bool:
-        """Return whether the step takes no batches beyond the known epochs."""
+        """Return whether all batches of the step are known."""
         self._extend()
         reached = self._num_samples - self._num_dropped >= self.target_batch_size
         return reached or self.order.ends_at(self._next)
@@ -129,9 +129,9 @@ class StepWindow:
         self._extend()
         return self._places[number]
 
-    def is_passed(self, number: BatchNumber, through: Collection[BatchNumber]) -> bool:
-        """Return whether all batches before `number`, the end of an epoch, are complete (`through`)."""
+    def is_passed(self, number: BatchNumber, complete: Collection[BatchNumber]) -> bool:
+        """Return whether all of the step's batches before `number`, the end of an epoch, are `complete`."""
         self._extend()
         return self._next >= self.order.normalized(number) and all(
-            one in through or one >= number for one in self.numbers
+            batch in complete or batch >= number for batch in self.numbers
         )

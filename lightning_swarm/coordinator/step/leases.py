@@ -62,25 +62,25 @@ class LeaseTable:
         """Grant a place in the open step, or return the record to wait for; refuse a request that does not fit."""
         if self._is_beyond(step):
             return GrantReply(over=True)
-        if request.step < step.step:  # a trainer must know the former step's record before it gets a reserved place
+        if request.step < step.step:  # the trainer needs the former step's record before it may use a reserved place
             return GrantReply(wait=WaitForRecord(step=step.step - 1))
         scale = self._run.loss_scale
-        # While a record is applied, this peer already has the next step's loss scale, and the trainer has to wait.
+        # While a record is applied, this peer may already have the next step's loss scale. The trainer then waits.
         may_change = self._run.scaling is not None and step.closing
         if scale not in (None, request.gradient_scale) and not may_change:
             raise ProtocolError(
-                f"all trainers of a run scale their losses alike, by {scale:g} in step {step.step}; got "
+                f"all trainers of a run must scale their losses alike, by {scale:g} in step {step.step}; got "
                 f"{request.gradient_scale:g}"
             )
         if (request.batch is None) != (step.window is None):
             raise ProtocolError(
-                f"all batches of step {step.step} are named by epoch and index, or none is; got {request.batch}"
+                f"either all batches of step {step.step} have an epoch and an index, or none has; got {request.batch}"
             )
         if request.batch is not None:
             return self._answer(step, trainer, request, request.batch)
-        asked, grant = self._reserved.get(trainer, (None, None))
-        # The request that waited in the former step, repeated.
-        if grant is not None and asked == replaced(request, step=step.step - 1):
+        waiting_request, grant = self._reserved.get(trainer, (None, None))
+        # The trainer repeats, for the new step, the request that waited in the former step.
+        if grant is not None and waiting_request == replaced(request, step=step.step - 1):
             del self._reserved[trainer]
             return GrantReply(grant=grant)
         grant = self._grant(step, trainer, request)
@@ -94,7 +94,7 @@ class LeaseTable:
     def grant_ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
         """Grant a place for a batch that its trainer has not begun, if one is free now."""
         # A late, repeated request for an abandoned batch would get a place that its trainer never uses.
-        if self._is_beyond(step) or (trainer, request.number) in step.given_up:
+        if self._is_beyond(step) or (trainer, request.number) in step.struck_serials:
             return None
         with contextlib.suppress(ProtocolError):  # raised once more when the trainer has begun the batch
             grant = self._grant(step, trainer, request)
@@ -108,7 +108,7 @@ class LeaseTable:
         self._waiting = {}
         lead = self._run.manifest.lead
         # The lead comes first, so that it waits for one record only. But if one batch fills a step, trainers take
-        # turns; otherwise, the lead would always get the only place.
+        # turns, or the lead would always get the only place.
         requests = sorted(self._requests.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
         self._requests, self._reserved = {}, {}
         for trainer, request in () if self._is_beyond(step) else requests:
@@ -131,9 +131,9 @@ class LeaseTable:
         self._times[trainer].ended(now_s())
 
     def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether a waiting trainer would get another answer now than to wait."""
+        """Return whether a waiting trainer that asks again now would get another answer than to wait."""
         waiting = self._waiting.get(trainer)
-        if trainer in step.without:
+        if trainer in step.without_server:
             return False
         if waiting is None:
             return not step.closing
@@ -160,10 +160,10 @@ class LeaseTable:
         return any(peer != trainer for peer in self._waiting) and trainer in self.owed_by(step)
 
     def _answer(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
-        """Grant this batch, or another one that the trainer brings besides; or let the trainer wait or go on."""
-        before = step.granted(trainer, request.number)
-        if before is not None:
-            return GrantReply(grant=step.as_grant(before, self._run.manifest.generation))
+        """Grant this batch, or an additional one of another lane; or answer that the batch is passed, or to wait."""
+        granted = step.granted(trainer, request.number)
+        if granted is not None:
+            return GrantReply(grant=step.as_grant(granted, self._run.manifest.generation))
         if self._passed(step, batch):
             self._waiting.pop(trainer, None)
             return GrantReply(passed=True)
@@ -178,7 +178,7 @@ class LeaseTable:
         return GrantReply(grant=step.as_grant(lease, self._run.manifest.generation))
 
     def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
-        """Return whether a batch needs no trainer any more. An index past the last batch stands for the whole epoch."""
+        """Return whether a batch needs no trainer any more. The index after an epoch's last batch means the epoch."""
         window = step.window
         assert window is not None
         plan = window.order.plan(batch[0])
@@ -188,18 +188,18 @@ class LeaseTable:
             raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, got number {batch[1]}")
         if batch[1] == plan.num_batches:
             # Wait for a closing step, so that a checkpoint at the epoch's end includes all of the epoch's steps.
-            return batch <= window.begin or (not step.closing and window.is_passed(batch, step.batches_through))
-        before = batch < window.begin or batch in window.dropped
-        return before or (batch in window.numbers and batch not in step.free)
+            return batch <= window.begin or (not step.closing and window.is_passed(batch, step.complete_batches))
+        is_over = batch < window.begin or batch in window.dropped
+        return is_over or (batch in window.numbers and batch not in step.free)
 
     def _wait_with(self, step: OpenStep, trainer: PeerId, batch: BatchNumber) -> WaitingTrainer:
         """Record that a trainer waits with a batch, and how long it leaves batches to other trainers."""
         waiting = self._waiting.get(trainer)
-        own = batch in step.free
-        if waiting is not None and waiting.batch == batch and (waiting.leaves_own or not own):
+        is_free = batch in step.free
+        if waiting is not None and waiting.batch == batch and (waiting.leaves_own or not is_free):
             return waiting
         times = self._times[trainer]
-        if own:
+        if is_free:
             leaves_s = leave_to_others(len(step.free), times.least_s, self._others(step, trainer), now_s=now_s())
             waiting = WaitingTrainer(batch, now_s(), leaves_s or 0.0, times.took_s, leaves_own=leaves_s is not None)
             if leaves_s is not None:
@@ -213,8 +213,8 @@ class LeaseTable:
         return waiting
 
     def _lacks_model(self, step: OpenStep, trainer: PeerId) -> bool:
-        """Return whether a trainer cannot compute: its own server has the model, and is left out of the step or run."""
-        return trainer in step.without or self._run.lacks_model(trainer)
+        """Return whether a trainer cannot compute, because its own server, which it needs, is excluded."""
+        return trainer in step.without_server or self._run.lacks_model(trainer)
 
     def _others(self, step: OpenStep, trainer: PeerId) -> Iterator[tuple[float, float]]:
         """Yield, for each other working trainer, the time when it begins its next batch and the seconds per batch."""
@@ -231,17 +231,17 @@ class LeaseTable:
         free = step.free
         if waiting.leaves_own and now_s() < waiting.until_s:
             return None
-        if waiting.batch in free:  # it may have entered the step only since another batch was dropped
+        if waiting.batch in free:  # perhaps only since another batch was dropped
             return waiting.batch
         unattended = {number for number in free if self._is_unattended(step, number)}
         return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
 
     def _lanes(self, step: OpenStep, free: Sequence[BatchNumber]) -> Iterator[Lane]:
         """Yield the rest of each lane whose trainer is computing a batch and has completed one before."""
-        left: dict[PeerId, list[BatchNumber]] = {}
+        free_by_trainer: dict[PeerId, list[BatchNumber]] = {}
         for number in free:
-            left.setdefault(self._owner(step, number), []).append(number)
-        for trainer, numbers in left.items():
+            free_by_trainer.setdefault(self._owner(step, number), []).append(number)
+        for trainer, numbers in free_by_trainer.items():
             times = self._times[trainer]
             free_s = times.free_s(now_s())
             if times.granted_s is not None and times.took_s is not None and free_s is not None:
@@ -251,8 +251,8 @@ class LeaseTable:
         """Return whether the trainer in whose lane a batch is will not bring it."""
         owner = self._owner(step, number)
         waiting = self._waiting.get(owner)
-        is_left = waiting is not None and (number < waiting.batch or waiting.leaves_own)
-        return is_left or owner in self._gone or self._lacks_model(step, owner)
+        leaves_batch = waiting is not None and (number < waiting.batch or waiting.leaves_own)
+        return leaves_batch or owner in self._gone or self._lacks_model(step, owner)
 
     def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
         """Return the trainer whose lane has a batch, as far as the epoch's order is known here."""
@@ -287,8 +287,8 @@ class LeaseTable:
         if times.num_left >= _MANY_LEFT and trainer not in self._warned_slow:
             self._warned_slow.add(trainer)
             _log.warning(
-                "Trainer %s brings few batches: its newest one took %.2g s, and the others end a step sooner without "
-                "it. Raise `target_batch_size`, or lower the batch size of all trainers.",
+                "Trainer %s gets few batches: its newest one took %.2g s, and other trainers complete a step sooner "
+                "without it. Raise `target_batch_size`, or lower the batch size of all trainers.",
                 trainer,
                 times.took_s,
             )
@@ -297,4 +297,4 @@ class LeaseTable:
         target = self._run.manifest.settings.target_batch_size
         if target is not None and request.num_samples > target and not self._warned_large:
             self._warned_large = True
-            _log.warning("A batch of %d samples is a step: `target_batch_size` is %d.", request.num_samples, target)
+            _log.warning("A batch of %d samples fills a step: `target_batch_size` is %d.", request.num_samples, target)

@@ -42,7 +42,7 @@ class OpenStep:
     # Samples that fill the step; all samples have equal weights. None: the lead closes the step when Lightning's
     # accumulation window ends, and all batches have equal weights.
     target_batch_size: int | None
-    window: StepWindow | None = None  # the batches that it takes; None: batches as they come
+    window: StepWindow | None = None  # the batches that it takes; None: any batch, in the order of requests
     _batches: dict[int, _LeasedBatch] = field(default_factory=dict)  # lease -> batch that is not struck
     _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)  # lease and trainer -> place
     first_lease: int = 0  # earlier leases are a former coordinator's, and count only if restored
@@ -52,20 +52,20 @@ class OpenStep:
     sealed: bool = False  # the next step is open: this one takes no batches, even if it loses some
     _asked_weight: float | None = None  # total weight with which the lead asked to close; None: the sum of all batches
     _struck: set[int] = field(default_factory=set)  # leases of struck batches
-    given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and the serials of their struck batches
-    without: set[PeerId] = field(default_factory=set)  # trainers whose batches need their own server, which is excluded
+    struck_serials: set[tuple[PeerId, int]] = field(default_factory=set)  # (trainer, serial of its struck batch)
+    without_server: set[PeerId] = field(default_factory=set)  # trainers whose own server, which they need, is excluded
     _num_again: int = 0  # batches that were granted again
     # Numbers of batches that were granted before, and of batches that their trainers dropped.
     _tried: set[BatchNumber] = field(default_factory=set)
     _dropped: set[BatchNumber] = field(default_factory=set)
 
     def check_numbered(self) -> None:
-        """Raise ProtocolError if the step takes batches as they come, so that they can have no order."""
-        if self.target_batch_size is None or any(one.batch is None for one in self._batches.values()):
-            raise ProtocolError(f"step {self.step} takes batches as they come, got their order")
+        """Raise ProtocolError if the step takes batches in the order of requests, and so needs no data order."""
+        if self.target_batch_size is None or any(leased.batch is None for leased in self._batches.values()):
+            raise ProtocolError(f"step {self.step} takes batches in the order of requests, got a data order")
 
     def plan(self, order: DataOrder, begin: BatchNumber) -> None:
-        """Take batches in order from `begin` on; raise ProtocolError if the step takes batches as they come."""
+        """Take the batches of a data order from `begin` on; raise ProtocolError if the step can have no data order."""
         self.check_numbered()
         assert self.target_batch_size is not None
         self.window = StepWindow(order, begin, self.target_batch_size, self._dropped)
@@ -77,7 +77,7 @@ class OpenStep:
 
     @property
     def begun(self) -> bool:
-        """Return whether anything is granted, or the step is closing."""
+        """Return whether a batch is granted, or the step is closing."""
         return bool(self._batches) or self.closing
 
     @property
@@ -95,13 +95,14 @@ class OpenStep:
     @property
     def free(self) -> list[BatchNumber]:
         """The step's ungranted batches, in order."""
-        had = {one.batch for one in self._batches.values()}
-        return [] if self.window is None else [number for number in self.window.numbers if number not in had]
+        granted = {leased.batch for leased in self._batches.values()}
+        return [] if self.window is None else [number for number in self.window.numbers if number not in granted]
 
     @property
-    def batches_through(self) -> set[BatchNumber]:
-        """The step's complete batches."""
-        return {one.batch for one in self._batches.values() if one.completed is not None and one.batch is not None}
+    def complete_batches(self) -> set[BatchNumber]:
+        """The numbers of the step's complete batches."""
+        complete = (leased.batch for leased in self._batches.values() if leased.completed is not None)
+        return {number for number in complete if number is not None}
 
     @property
     def ready(self) -> bool:
@@ -127,28 +128,28 @@ class OpenStep:
         return 1.0 if self.target_batch_size is None else float(num_samples)
 
     def hand_out(self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float, serial: int) -> None:
-        """Grant an ungranted batch of the window, at a place that does not depend on the trainer."""
+        """Grant a free batch of the window, at a place that does not depend on the trainer."""
         assert self.window is not None
         self._settle_scale(gradient_scale)
         size, first = self.window.order.size(batch), self.window.place(batch)
         if batch in self._tried or self._next_first > 0:  # the place may have been granted before
-            first += self._places_again()
+            first += self._next_offset()
         self._tried.add(batch)
         self._batches[lease] = _LeasedBatch(trainer, first, size, self._weight(size), serial, batch=batch)
 
-    def _places_again(self) -> int:
-        """Return the offset of a place that is granted again."""
-        # Servers may have dropped everything at the former place. Random draws do not depend on the offset. A new
+    def _next_offset(self) -> int:
+        """Return an unused offset, for a place that may have been granted before."""
+        # Servers may drop all gradients of the former place. Random draws do not depend on the offset. A new
         # coordinator's offsets begin above all former coordinators' offsets.
         self._num_again += 1
         return ((self.first_lease >> 32 << 6) + self._num_again) * PLACES
 
     def _settle_scale(self, gradient_scale: float) -> None:
-        """Refuse a scale that differs from the step's, which the first batch sets unless the run does."""
+        """Refuse a scale that differs from the step's; if the run has none, the first batch sets it."""
         if self.gradient_scale not in (None, gradient_scale):
             raise ProtocolError(
-                f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
-                f"got a batch at {gradient_scale:g}"
+                f"all gradients of step {self.step} must have the scale {self.gradient_scale:g}, got a batch with "
+                f"{gradient_scale:g}"
             )
         self.gradient_scale = gradient_scale
 
@@ -173,10 +174,10 @@ class OpenStep:
         )
 
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
-        """Restore a batch that its trainer reports to a new coordinator, if the place is free and was ever granted."""
+        """Restore a batch that its trainer reports to a new coordinator, if a former one can have granted its place."""
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
-        # No former coordinator grants places beyond this limit, where this coordinator's begin if reports were missing.
+        # Former coordinators grant no places beyond this limit. If reports are missing, this coordinator's begin there.
         if end > ((self.first_lease >> 32) + 1) << 32:
             return
         if grant.weight != self._weight(request.num_samples) or self._has_other_size(grant.batch, request.num_samples):
@@ -185,15 +186,16 @@ class OpenStep:
             self.skip_to(end)
         else:
             self._tried.add(grant.batch)
-            if any(one.batch == grant.batch for one in self._batches.values()):
+            if any(leased.batch == grant.batch for leased in self._batches.values()):
                 return
             if lease.dropped:
                 self._dropped.add(grant.batch)
         if lease.withdrawn:
-            self.given_up.add((trainer, request.number))
+            self.struck_serials.add((trainer, request.number))
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
             return
-        if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
+        leased_places = ((leased.first, leased.first + leased.num_samples) for leased in self._batches.values())
+        if any(grant.first < leased_end and first < end for first, leased_end in leased_places):
             return
         if self.gradient_scale not in (None, request.gradient_scale):
             return
@@ -233,35 +235,35 @@ class OpenStep:
         if completed is not None and set(completed) == set(receipts):
             return None  # the first answer was lost, or servers completed the batch without its trainer
         batch = self._leased(lease, trainer)
-        own = (other.logs for other in self._batches.values() if other.trainer == trainer)
-        names = {one.name for values in [*own, logs] for one in values}
+        known_logs = (leased.logs for leased in self._batches.values() if leased.trainer == trainer)
+        names = {value.name for values in [*known_logs, logs] for value in values}
         if len(names) > MAX_LOGS:
             raise ProtocolError(f"a trainer's batches of a step may log {MAX_LOGS} names, got {len(names)}")
         if any(first != batch.first for first, _, _ in receipts) or len(set(receipts)) != len(receipts):
-            raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
+            raise ProtocolError(f"lease {lease} has place {batch.first}; got receipts of other places, or one twice")
         return batch
 
     def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int, num_senders: int) -> None:
         """Keep a batch's `BatchMetrics` until the step's record is decided."""
         batch = self._leased(lease, trainer)
-        kept = [one for one in self._batches.values() if one is not batch and one.metrics is not None]
-        num_bytes, own_bytes = (
-            _num_bytes([metrics, *(one.metrics for one in batches if one.metrics is not None)])
-            for batches in (kept, [one for one in kept if one.trainer == trainer])
-        )
+        num_bytes = trainer_bytes = _num_bytes(metrics)
+        for other in self._batches.values():
+            if other is not batch and other.metrics is not None:
+                num_bytes += _num_bytes(other.metrics)
+                trainer_bytes += _num_bytes(other.metrics) if other.trainer == trainer else 0
         # Each trainer may use its share, even if the limit is reached, so the total is at most twice the limit.
         share = max_bytes // max(1, num_senders)
-        if num_bytes > max_bytes and own_bytes > share:
+        if num_bytes > max_bytes and trainer_bytes > share:
             raise ProtocolError(
-                "what the batches of a step add to the metrics of all trainers must be at most "
-                f"`Limits.max_metric_bytes` = {max_bytes} bytes, got {num_bytes}, of which {own_bytes} come from "
-                f"{trainer}, more than its share of {share}. Raise it, or log less with `sync_dist=True`."
+                f"the metrics of a step's batches must have at most `Limits.max_metric_bytes` = {max_bytes} bytes, got "
+                f"{num_bytes}, of which {trainer_bytes} come from {trainer}, more than its share of {share}. Raise the "
+                "limit, or log less with `sync_dist=True`."
             )
         batch.metrics = metrics
 
     def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
         """Withdraw a batch, and return its place; if it is `dropped`, no trainer brings it again."""
-        if (lease, trainer) not in self._withdrawn:  # otherwise, the report is a repeated one
+        if (lease, trainer) not in self._withdrawn:  # otherwise, the report is repeated
             batch = self._leased(lease, trainer)
             if dropped and batch.batch is not None:
                 self._dropped.add(batch.batch)
@@ -276,10 +278,9 @@ class OpenStep:
             batch.armed, batch.logs = tuple(receipts), tuple(logs)
 
     def under_way(self, trainer: PeerId) -> dict[int, tuple[Receipt, ...] | None]:
-        """Return the places of a trainer's incomplete batches, with the receipts of each armed batch, else None."""
-        return {
-            one.first: one.armed for one in self._batches.values() if (one.trainer, one.completed) == (trainer, None)
-        }
+        """Return a trainer's incomplete batches: place -> receipts if the batch is armed, else None."""
+        incomplete = (batch for batch in self._batches.values() if batch.completed is None)
+        return {batch.first: batch.armed for batch in incomplete if batch.trainer == trainer}
 
     def complete_armed(self, first: int) -> bool:
         """Record that servers completed an armed batch without its trainer; return False if it was not under way."""
@@ -294,7 +295,7 @@ class OpenStep:
         # Their samples may be granted again. No closing names their gradients, so servers discard them.
         struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
         self._struck |= struck.keys()
-        self.given_up |= {(batch.trainer, batch.serial) for batch in struck.values()}
+        self.struck_serials |= {(batch.trainer, batch.serial) for batch in struck.values()}
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 
@@ -305,14 +306,14 @@ class OpenStep:
     def restart_places(self) -> None:
         """Restart the places of an unordered step without batches, so that new batches repeat the random draws."""
         if not self._batches and self.window is None and self._num_again < _MAX_AGAIN:
-            self.skip_to(self._places_again())
+            self.skip_to(self._next_offset())
 
     def strike_others(self) -> None:
         """Strike batches that replaced a dropped batch, if no trainer reports the drop any more."""
         # They belong to the next step's window, and would count twice.
         if self.window is not None and self.window.whole:
-            own = set(self.window.numbers)
-            self.strike([one.first for one in self._batches.values() if one.batch not in own])
+            numbers = set(self.window.numbers)
+            self.strike([leased.first for leased in self._batches.values() if leased.batch not in numbers])
 
     def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
         """Return whether the step would stay closed if the batches at these places were struck."""
@@ -321,12 +322,13 @@ class OpenStep:
         return full or self.sealed or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
 
     def reopen(self) -> None:
-        """Grant places again. The lead learns of it while it waits for the record, and may ask to close once more."""
+        """Grant places again. The lead learns this while it waits for the record, and may ask to close again."""
         self.close_asked, self._asked_weight = False, None
 
     def settle(self) -> None:
-        """Wait for no batch any more: count armed batches, and strike all other incomplete batches."""
-        self.strike([one.first for one in self._batches.values() if one.completed is None and one.armed is None])
+        """Stop waiting for batches: count armed batches, and strike all other incomplete batches."""
+        incomplete = (batch for batch in self._batches.values() if batch.completed is None)
+        self.strike([batch.first for batch in incomplete if batch.armed is None])
         for batch in self._batches.values():
             batch.completed = batch.completed if batch.completed is not None else batch.armed
 
@@ -371,8 +373,8 @@ class OpenStep:
 
     def metrics_for(self, lead: PeerId) -> dict[int, Message]:
         """Return the metrics of batches from trainers other than the lead, by the batches' places."""
-        batches = self._batches.values()
-        return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
+        others = (batch for batch in self._batches.values() if batch.trainer != lead)
+        return {batch.first: batch.metrics for batch in others if batch.metrics is not None}
 
     def _leased(self, lease: int, trainer: PeerId) -> _LeasedBatch:
         """Return a trainer's batch that is under way; raise an error if the lease has none."""
@@ -385,23 +387,24 @@ class OpenStep:
 
 
 def logs_of_others(batches: Collection[tuple[PeerId, Sequence[LoggedValue]]], lead: PeerId) -> list[LoggedValue]:
-    """Combine the values that trainers other than the lead logged in a step, of at most `MAX_LOGS` names."""
+    """Combine the values that trainers other than the lead logged in a step, for at most `MAX_LOGS` names."""
     loggers: dict[str, set[PeerId]] = {}
     for trainer, logs in batches:
-        for one in logs:
-            loggers.setdefault(one.name, set()).add(trainer)
-    # The lead's names come first, then the most common. Trainers of one script log the same names.
+        for value in logs:
+            loggers.setdefault(value.name, set()).add(trainer)
+    # The lead's names come first, then the most common names. Trainers of one script log the same names.
     ranked = sorted(loggers, key=lambda name: (lead in loggers[name], len(loggers[name])), reverse=True)
     chosen = set(ranked[:MAX_LOGS])
-    return fold(one for trainer, logs in batches if trainer != lead for one in logs if one.name in chosen)
+    others = (value for trainer, logs in batches if trainer != lead for value in logs)
+    return fold(value for value in others if value.name in chosen)
 
 
-def _num_bytes(messages: Iterable[Message]) -> int:
-    return sum(len(one.body) + sum(tensor.nbytes for tensor in one.tensors) for one in messages)
+def _num_bytes(message: Message) -> int:
+    return len(message.body) + sum(tensor.nbytes for tensor in message.tensors)
 
 
 def add_up(squared_norms: Iterable[float]) -> float:
-    """Add up the squared norms of all parts; not finite if any part is not."""
+    """Return the sum of squared norms, which is not finite if any of them is not."""
     try:
         return math.fsum(squared_norms)
     except OverflowError:

@@ -1,6 +1,6 @@
-"""The interface by which the coordinator has servers' work examined; the implementation here accepts all work.
+"""The interface through which the coordinator has servers' work examined. The implementation here accepts all work.
 
-Runs with strangers override it.
+Runs with strangers override it (`audit/`). `SumReconciliation` and `StepCommit` call it and apply the results.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # both modules need the interface
 class Verdict:
     """The result of examining a step's sums."""
 
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # server -> reason
-    tainted: set[int] = field(default_factory=set)  # places of batches that passed through false outputs
-    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that do not answer
-    avoided: set[PeerId] = field(default_factory=set)  # servers that contradict each other on a transfer
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # server that the run expels -> reason
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # server that is excluded from this step -> reason
+    tainted: set[int] = field(default_factory=set)  # places of batches to strike: they may include false outputs
+    avoided: set[PeerId] = field(default_factory=set)  # servers that trainers avoid when they send struck batches again
 
     @property
     def is_clean(self) -> bool:
@@ -41,10 +41,11 @@ class Verdict:
 class CheckedMeans:
     """The result of checking a round, which counts if no server failed and none is convicted."""
 
-    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # servers that did not answer
-    convicted: dict[PeerId, str] = field(default_factory=dict)  # servers with false reports, and the reasons
-    accused: dict[PeerId, str] = field(default_factory=dict)  # servers that most of a stage contradict, and the reasons
-    squared_norms: list[float] = field(default_factory=list)  # squared norms of the stages' means, or of their parts
+    failed: dict[PeerId, SwarmError] = field(default_factory=dict)  # server without a usable answer -> error
+    convicted: dict[PeerId, str] = field(default_factory=dict)  # server that the run expels -> reason
+    # Server that most of its stage contradict -> reason. It is excluded from the step, unless it is alone in its stage.
+    accused: dict[PeerId, str] = field(default_factory=dict)
+    squared_norms: list[float] = field(default_factory=list)  # add up to the squared norm of the mean of all stages
     # For each checked stage, the digests of its mean's parts; empty if an examination has replaced the mean.
     parts: list[Sequence[bytes]] = field(default_factory=list)
 
@@ -60,69 +61,69 @@ class CheckedMeans:
 
 
 class StepOversight:
-    """Examines the servers' work in one step. This class accepts all of it."""
+    """Examines the servers' work in one step. This class accepts all work."""
 
-    examines = False  # work may prove false, so sums wait for their examination, and trainers keep all batches for it
-    is_kept = False  # a snapshot of the weights after the step is due
+    examines = False  # sums are averaged only after their examination, and trainers keep batches to send them again
+    is_snapshot_due = False  # the step's record may order a snapshot, which would keep any false work
 
     def check_ledger(self, peer: PeerId, stage_index: int, ledger: ServerLedger) -> None:
         """Raise ProtocolError if a server's ledger does not commit to its sum, or cannot be true."""
 
     def expect(self, plan: ReplayPlan, servers: Collection[PeerId]) -> None:
-        """Expect these servers' sums to change as planned."""
+        """Record that these servers were ordered to change their sums as planned."""
 
     def reopen(self) -> None:
-        """Expect any sums from now on: they took batches again, or servers were out of reach."""
+        """Accept any sums at the next freeze: servers took new batches, or may have followed unconfirmed requests."""
 
-    async def examine(self, ledgers: Ledgers, arithmetic: Mapping[PeerId, str], round_: int) -> Verdict:
-        """Examine sums that are new or have changed. `arithmetic` names the kind of each server's machine."""
+    async def examine(self, ledgers: Ledgers, machine_kinds: Mapping[PeerId, str], round_: int) -> Verdict:
+        """Examine sums that are new or have changed. `machine_kinds` has the kind of each server's machine."""
         return Verdict()
 
     async def check_means(
         self, closing: Closing, selection: Selection | None, replies: Mapping[PeerId, AverageReply]
     ) -> CheckedMeans:
         """Check a round whose means all servers hold; `replies` are their reports of it."""
-        # In one order, so that a repeated round gives the same record.
+        # Sorted, so that a repeated round gives the same record.
         parts = sorted(
             (part.stage_index, peer, part.squared_norm) for peer, reply in replies.items() for part in reply.parts
         )
         return CheckedMeans(squared_norms=[squared_norm for _, _, squared_norm in parts])
 
     def watch_fellows(self, convicted: PeerId) -> None:
-        """Examine more of the work of servers that may be a convicted server's accomplices."""
+        """From now on, examine more work of servers that may be a convicted server's accomplices."""
 
 
 class RunOversight:
-    """Oversees the servers of one run, and remembers what examinations found. This class examines nothing."""
+    """Oversees the servers of one run, and remembers the findings of earlier steps. This class examines nothing."""
 
     def __init__(self) -> None:
         self.convicted: dict[PeerId, str] = {}  # server -> reason, until a record excludes it
 
     def following(self) -> RunOversight:
-        """Return the oversight after a rollback, or of a new coordinator on this peer."""
+        """Return the oversight with which this peer continues after a rollback, or coordinates once more."""
         return RunOversight()
 
     def begin(self, run: RunState) -> None:
-        """Begin to coordinate a run, perhaps in place of another coordinator."""
+        """Begin to oversee a run, perhaps after another coordinator."""
 
     def of_step(
         self, context: CoordinatorContext, servers: ServerCalls, step: OpenStep, trained: Collection[str]
     ) -> StepOversight:
-        """Return the oversight of a step, which trains these parameters."""
+        """Return the oversight of one step. `trained` are the names of the parameters that it trains."""
         return StepOversight()
 
     def allow_change(self, change: StepChange, stages: Sequence[StageManifest]) -> None:
-        """Raise ConfigError if work could not be examined after a change."""
+        """Raise ConfigError if the servers' work could not be examined after this change."""
 
     def note_silence(self, peer: PeerId, step: int) -> None:
-        """Record that a stranger answered pings, but not a call of a closing step."""
+        """Record that a stranger answered pings, but not the coordinator's call as a step closed."""
 
     def wait_s(self, peer: PeerId) -> float:
         """Return the seconds until a server may join after its silence; not positive: it may now."""
         return 0.0
 
     def goes_back(self, run: RunState, step: int, convicted: Collection[PeerId]) -> bool:
-        """Return whether the run must roll back, because work of the convicted counted in earlier steps."""
+        """Return whether the run must roll back, because work of convicted servers counted in earlier steps."""
         return False
 
     def note_committed(self, record: Record) -> None:

@@ -1,8 +1,8 @@
 """Chooses the weights that a stage keeps if its replicas differ, and the servers to exclude. Pure.
 
-Replicas with equal bits form a group, and one group is the stage's reference. The group with most servers comes first,
-then the group whose shared weights other stages confirm, then the group of the oldest server. Rosters list the oldest
-first.
+Replicas with equal bits form a group, and one group is the stage's reference: the largest group. Among equally large
+groups, it is the one whose shared weights most servers of other stages confirm, else the one with the oldest server.
+Rosters list the oldest server first. The bits of a trusted server are the reference in any case.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import MAX_DIFFERENCE
 
-_MAX_NAMED: Final = 5
-_TIE: Final = "The largest groups of replicas have equal sizes, so the right one is unknown: the oldest is kept. "
+_MAX_NAMED: Final = 5  # tensors that an error names
+_TIE: Final = "The largest groups of replicas are equally large, so the right one is unknown: the oldest is kept. "
 _CAUSES: Final = (
-    "Possible causes: a block writes to weights or buffers in its forward (`max_norm` of an embedding does), or reads "
-    "a clock, a file or a random generator of its own; faulty memory; another version of torch, whose optimizer "
+    "Possible causes: a block writes to weights or buffers in its forward (as an embedding with `max_norm` does), or "
+    "reads a clock, a file or its own random generator; faulty memory; another version of torch, whose optimizer "
     "computes differently."
 )
 
 _Stage: TypeAlias = Mapping[Member, ServerLedger]
 _Bits: TypeAlias = tuple[int | None, frozenset[tuple[str, int]]]
-"""Hash of a replica (None: not computed), and the names and hashes of its weights that other stages share."""
+"""Hash of a replica (None: not computed), and (name, hash) of each weight that it shares with other stages."""
 
 
 class WeightsDiffer(StepError):
@@ -37,17 +37,17 @@ class WeightsDiffer(StepError):
 
 def replicas_differ(ledgers: Ledgers, *, tied: bool) -> bool:
     """Return whether replicas of a stage differ or, if weights are `tied`, shared weights of different stages."""
-    return any(map(_differs, ledgers)) or (tied and bool(_contradicting(ledgers, (), ())))
+    return any(map(_differs, ledgers)) or (tied and bool(_with_other_shared_weights(ledgers, (), ())))
 
 
 def choose_excluded(
-    ledgers: Ledgers,  # of all stages, with a hash of each tensor so that errors can name the tensors
+    ledgers: Ledgers,  # with a hash of each tensor, so that errors can name the tensors
     *,
-    guests: Collection[PeerId] = (),  # members whose weights were never compared; they vote only if alone in a stage
-    trusted: Sequence[PeerId] = (),  # the first one in a stage is the reference in any case
+    guests: Collection[PeerId] = (),  # members whose weights were never compared; they vote only in a stage of guests
+    trusted: Sequence[PeerId] = (),  # in each stage, the first of these servers is the reference
     tied: bool = False,  # stages share weights, whose hashes are in the ledgers
 ) -> dict[PeerId, WeightsDiffer]:
-    """Choose the servers to exclude, in one stage whose replicas differ, else in stages whose `tied` weights differ."""
+    """Choose the servers to exclude: in one stage whose replicas differ or, if none differ, by `tied` weights."""
     chosen = [
         _choose(index, ledgers, guests=guests, trusted=trusted, tied=tied)
         for index, stage in enumerate(ledgers)
@@ -55,27 +55,27 @@ def choose_excluded(
     ]
     if chosen:
         # A tie is decided last, because excluding servers in another stage may resolve it.
-        choice = min(chosen, key=lambda choice: choice.is_tie)
-        return choice.errors(ledgers[choice.stage])
-    return _contradicting(ledgers, guests, trusted) if tied else {}
+        first = min(chosen, key=lambda choice: choice.is_tie)
+        return first.errors(ledgers[first.stage])
+    return _with_other_shared_weights(ledgers, guests, trusted) if tied else {}
 
 
-def check_lead_kept(manifest: Manifest, left_out: Mapping[PeerId, WeightsDiffer]) -> None:
+def check_lead_kept(manifest: Manifest, excluded: Mapping[PeerId, WeightsDiffer]) -> None:
     """Raise the lead's error, if the lead is to be excluded and holds the whole model itself."""
-    # Other trainers cannot begin the next epoch without the lead, and the lead needs their record to rejoin.
-    if manifest.is_whole and (error := left_out.get(manifest.lead)) is not None:
-        raise WeightsDiffer(f"{error} It is the lead's own copy: resume from a checkpoint, on another machine.")
+    # Other trainers cannot begin the next epoch without the lead, and the lead needs their record to join again.
+    if manifest.is_whole and (error := excluded.get(manifest.lead)) is not None:
+        raise WeightsDiffer(f"{error} This is the lead's own copy: resume from a checkpoint on another machine.")
 
 
 def _bits(ledger: ServerLedger) -> _Bits:
-    """Return the hashes that a replica reports of its weights."""
+    """Return the hashes of its weights that a replica reports."""
     return ledger.report.version_hash, frozenset((ledger.report.tied or {}).items())
 
 
 def _differs(stage: _Stage) -> bool:
     """Return whether a stage's replicas differ; a replica without a hash differs from any other."""
-    found = {_bits(ledger) for ledger in stage.values()}
-    return len(found) > 1 or (len(stage) > 1 and any(value is None for value, _ in found))
+    groups = {_bits(ledger) for ledger in stage.values()}
+    return len(groups) > 1 or (len(stage) > 1 and any(replica_hash is None for replica_hash, _ in groups))
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class _Choice:
 
     stage: int
     kept: Member  # the reference's trusted server, else its oldest
-    holders: str  # names the servers that hold the reference, for errors
-    is_tie: bool = False
+    holders: str  # the servers that hold the reference, described for errors
+    is_tie: bool = False  # another group is as large and as well confirmed
 
     def errors(self, stage: _Stage) -> dict[PeerId, WeightsDiffer]:
         """Return an error for each server that does not have the reference's bits."""
         kept = stage[self.kept]
-        others = {
+        differing = {
             member.peer_id: ledger
             for member, ledger in stage.items()
             if member != self.kept and (_bits(ledger) != _bits(kept) or _bits(ledger)[0] is None)
@@ -101,7 +101,7 @@ class _Choice:
                 f"stage {self.stage}: the weights, buffers and optimizer state of {peer} "
                 f"differ{_differing_tensors([kept, ledger])} from those of {self.holders}. {remark}{_CAUSES}"
             )
-            for peer, ledger in others.items()
+            for peer, ledger in differing.items()
         }
 
 
@@ -112,26 +112,27 @@ def _choose(
     stage = ledgers[index]
     voting = _voting(stage, guests)
     by_peer = {member.peer_id: member for member in stage}
-    alike = {
-        member: [other for other in voting if other == member or _bits(stage[other]) == _bits(stage[member])]
+    group_of = {
+        member: [voter for voter in voting if voter == member or _bits(stage[voter]) == _bits(stage[member])]
         for member in stage
     }
     arbiter = next((by_peer[peer] for peer in trusted if peer in by_peer), None)
     if arbiter is not None:
-        number = sum(_bits(one) == _bits(stage[arbiter]) for one in stage.values())
+        number = sum(_bits(ledger) == _bits(stage[arbiter]) for ledger in stage.values())
         agreeing = f"{number} of {len(stage)} replicas agree with it"
         return _Choice(index, arbiter, f"{arbiter.peer_id}, which this run trusts ({agreeing})")
 
     def strength(member: Member) -> tuple[bool, int, int]:
         has_hash = stage[member].report.version_hash is not None
-        return has_hash, len(alike[member]) if has_hash else 1, _num_confirming(index, member, ledgers) if tied else 0
+        size = len(group_of[member]) if has_hash else 1
+        return has_hash, size, _num_confirming(index, member, ledgers) if tied else 0
 
     kept = max(voting, key=strength)  # among equals the first, which is the oldest
-    number = len(alike[kept])
+    number = len(group_of[kept])
     if 2 * number > len(voting):
-        newer = f", without {len(stage) - len(voting)} that just joined" if len(voting) < len(stage) else ""
-        return _Choice(index, kept, f"{number} of {len(voting)} replicas{newer}")
-    if any(member not in alike[kept] and strength(member) == strength(kept) for member in voting):
+        guests_left = f", without {len(stage) - len(voting)} that just joined" if len(voting) < len(stage) else ""
+        return _Choice(index, kept, f"{number} of {len(voting)} replicas{guests_left}")
+    if any(member not in group_of[kept] and strength(member) == strength(kept) for member in voting):
         return _Choice(index, kept, f"{kept.peer_id}, which has been in the stage longest", is_tie=True)
     return _Choice(index, kept, f"{number} of {len(voting)} replicas, the largest group")
 
@@ -143,13 +144,9 @@ def _voting(stage: _Stage, guests: Collection[PeerId]) -> list[Member]:
 
 def _num_confirming(index: int, member: Member, ledgers: Ledgers) -> int:
     """Count the servers of other stages whose shared weights equal a server's."""
-    own = ledgers[index][member].report.tied or {}
-    return sum(
-        _agree(own, ledger.report.tied or {})
-        for other, stage in enumerate(ledgers)
-        if other != index
-        for ledger in stage.values()
-    )
+    tied = ledgers[index][member].report.tied or {}
+    other_stages = (stage for other, stage in enumerate(ledgers) if other != index)
+    return sum(_agree(tied, ledger.report.tied or {}) for stage in other_stages for ledger in stage.values())
 
 
 def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
@@ -158,32 +155,36 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
     return bool(shared) and all(some[name] == others[name] for name in shared)
 
 
-def _contradicting(
+def _with_other_shared_weights(
     ledgers: Ledgers, guests: Collection[PeerId], trusted: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
-    """Find the servers of stages whose shared weights differ from a higher-ranked stage's, if all replicas agree."""
-    tied = [next((one.report.tied or {} for one in stage.values()), {}) for stage in ledgers]
+    """Find stages whose shared weights differ from a higher-ranked stage's; return an error for each of their servers.
+
+    The replicas of each stage must agree.
+    """
+    tied = [next((ledger.report.tied or {} for ledger in stage.values()), {}) for stage in ledgers]
     num_voting = [len(_voting(stage, guests)) for stage in ledgers]
 
     def rank(index: int) -> tuple[int, int, int]:
         """Stages of trusted servers come first, then the stages whose weights most servers confirm."""
         peers = {member.peer_id for member in ledgers[index]}
         trusted_rank = next((rank for rank, peer in enumerate(trusted) if peer in peers), len(trusted))
-        alike = [other for other in range(len(ledgers)) if other == index or _agree(tied[index], tied[other])]
-        return trusted_rank, -sum(num_voting[other] for other in alike), index
+        confirming = [stage for stage in range(len(ledgers)) if stage == index or _agree(tied[index], tied[stage])]
+        return trusted_rank, -sum(num_voting[stage] for stage in confirming), index
 
-    known: dict[str, tuple[int, int]] = {}  # name -> hash, stage
-    found: dict[PeerId, WeightsDiffer] = {}
+    kept: dict[str, tuple[int, int]] = {}  # name of a shared weight -> its hash, stage that has it
+    errors: dict[PeerId, WeightsDiffer] = {}
     for index in sorted(range(len(ledgers)), key=rank):
-        differing = sorted(name for name, own in tied[index].items() if name in known and known[name][0] != own)
+        hashes = tied[index]
+        differing = sorted(name for name in hashes if name in kept and kept[name][0] != hashes[name])
         if not differing:
-            known |= {name: (own, index) for name, own in tied[index].items() if name not in known}
+            kept |= {name: (hashes[name], index) for name in hashes if name not in kept}
         for member in ledgers[index] if differing else ():
-            found[member.peer_id] = WeightsDiffer(
+            errors[member.peer_id] = WeightsDiffer(
                 f"stage {index}: {_listed(differing)} of {member.peer_id} differ from those of stage "
-                f"{known[differing[0]][1]}, which shares them and is kept. {_CAUSES}"
+                f"{kept[differing[0]][1]}, which shares them and is kept. {_CAUSES}"
             )
-    return found
+    return errors
 
 
 def _differing_tensors(ledgers: Sequence[ServerLedger]) -> str:

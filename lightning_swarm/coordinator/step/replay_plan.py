@@ -45,11 +45,11 @@ class ServerLedger:
         return set(self.origins)
 
     def spoilt(self, granted: Mapping[int, Origin]) -> set[int]:
-        """Places of the granted batches that the sum holds with another weight, or from another trainer."""
+        """Return places of batches that the sum holds with another weight, or from another trainer, than granted."""
         return {first for first, origin in self.origins.items() if granted.get(first, origin) != origin}
 
     def misweighed(self, granted: Mapping[int, Origin]) -> set[int]:
-        """Places of the granted batches that came from the right trainer with another weight."""
+        """Return places of batches that the sum holds from the right trainer, but with another weight than granted."""
         return {first for first in self.spoilt(granted) if granted[first].trainer == self.origins[first].trainer}
 
 
@@ -69,26 +69,26 @@ def read_ledger(reply: FreezeReply, member: Member, stage_index: int) -> ServerL
 
 def named_receipts(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
     """Return the receipts that each server holds, for each of its stages."""
-    found: dict[PeerId, list[NamedReceipts]] = {}
+    named_by_server: dict[PeerId, list[NamedReceipts]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             report = ledger.report
             named = NamedReceipts(stage_index=index, receipts=report.held, origins=report.origins)
-            found.setdefault(member.peer_id, []).append(named)
-    return found
+            named_by_server.setdefault(member.peer_id, []).append(named)
+    return named_by_server
 
 
 def reported_loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
     """Return the load that each server reported: server -> stage -> load."""
-    found: dict[PeerId, dict[int, ReportedLoad]] = {}
+    loads: dict[PeerId, dict[int, ReportedLoad]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             report = ledger.report
             load = ReportedLoad.from_report(
                 report.samples_per_s, report.queued, report.busy_share, lacks_memory=report.lacks_memory
             )
-            found.setdefault(member.peer_id, {})[index] = load
-    return found
+            loads.setdefault(member.peer_id, {})[index] = load
+    return loads
 
 
 def touched_parameters(ledgers: Collection[ServerLedger]) -> bytes:
@@ -123,25 +123,25 @@ def plan_replays(
     barred: Mapping[int, Collection[PeerId]],  # place of a batch -> servers that must not get its replays
     spoilt: Sequence[Collection[PeerId]],  # stage -> servers whose sum has another weight or trainer than granted
 ) -> ReplayPlan:
-    """Name one holder for each receipt and stage, with few replays."""
-    # No receipt can be removed from a sum, so a sum with a wrong receipt begins anew. If two sums have a receipt in
-    # common, the one with fewer receipts begins anew.
+    """Choose one holder for each receipt in each stage, with few replays."""
+    # No receipt can be removed from a sum, so a sum with a wrong receipt begins anew. If two sums of a stage have a
+    # receipt in common, the sum with fewer receipts begins anew.
     named: list[dict[PeerId, set[Receipt]]] = []
     discards: list[list[PeerId]] = []
     holes: dict[Receipt, dict[int, PeerId]] = {}
     lost: set[int] = set()
     for index, (receipts, stage, wrong) in enumerate(zip(expected, sums, spoilt, strict=True)):
         trains = index >= first_trained
-        dirty = _unusable(stage, frozenset(receipts) if trains else frozenset(), wrong)
-        held = {peer: set[Receipt]() if peer in dirty else set(one) for peer, one in stage.items()}
-        there = set[Receipt]().union(*held.values())
-        missing = [receipt for receipt in receipts if trains and receipt not in there]
+        unusable = _unusable(stage, frozenset(receipts) if trains else frozenset(), wrong)
+        held = {peer: set[Receipt]() if peer in unusable else set(own) for peer, own in stage.items()}
+        present = set[Receipt]().union(*held.values())
+        missing = [receipt for receipt in receipts if trains and receipt not in present]
         if replayable[index]:
             for receipt, holder in _fill(held, missing, barred).items():
                 holes.setdefault(receipt, {})[index] = holder
         lost |= {receipt[0] for receipt in missing if index not in holes.get(receipt, ())}
         named.append(held)
-        discards.append(dirty)
+        discards.append(unusable)
     return ReplayPlan(named, discards, holes, lost)
 
 
@@ -161,16 +161,16 @@ def _fill(
 def _unusable(
     stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt], spoilt: Collection[PeerId]
 ) -> list[PeerId]:
-    """Return the servers whose sums hold wrong receipts or gradients, or receipts that a larger sum holds, too."""
-    dirty = {peer for peer, held in stage.items() if peer in spoilt or not held <= counted}
+    """Return the servers whose sums hold wrong receipts or gradients, or receipts that a larger sum also holds."""
+    unusable = {peer for peer, held in stage.items() if peer in spoilt or not held <= counted}
     # The largest sums come first; among equals, the sort keeps the roster's order.
     taken: set[Receipt] = set()
-    for peer in sorted((peer for peer in stage if peer not in dirty), key=lambda peer: -len(stage[peer])):
+    for peer in sorted((peer for peer in stage if peer not in unusable), key=lambda peer: -len(stage[peer])):
         if taken.isdisjoint(stage[peer]):
             taken |= stage[peer]
         else:
-            dirty.add(peer)
-    return [peer for peer in stage if peer in dirty]
+            unusable.add(peer)
+    return [peer for peer in stage if peer in unusable]
 
 
 def choose_blamed(
@@ -178,32 +178,32 @@ def choose_blamed(
     failed: Collection[PeerId],  # servers that did not answer the coordinator
     unreached: Mapping[PeerId, Collection[PeerId]],  # server -> servers that it reports as unreached or silent
     *,
-    spared: PeerId,  # the coordinator: it reaches the servers, so it is never blamed
-    has_strangers: bool = False,  # one server's report alone blames both servers
-    trusted: Collection[PeerId] = (),  # servers whose reports count more than those of other servers
+    spared: PeerId,  # the coordinator, which is never blamed, because it reaches the servers
+    has_strangers: bool = False,  # a report by a single server blames that server, too
+    trusted: Collection[PeerId] = (),  # servers whose reports are believed
 ) -> list[PeerId]:
     """Choose the servers to exclude when a round of averaging is repeated; none if all were reached."""
     if failed:
         return sorted(failed)
     order = {peer: index for index, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
-    against: dict[PeerId, set[PeerId]] = {}
+    accusers_of: dict[PeerId, set[PeerId]] = {}
     for accuser, peers in unreached.items():
         for peer in peers:
             if peer != accuser and any(peer in roster and accuser in roster for roster in rosters):
-                # A report against the coordinator counts against its sender, which the coordinator contradicts.
-                blamed, by = (accuser, peer) if peer == spared else (peer, accuser)
-                against.setdefault(blamed, set()).add(by)
-    if not against:
+                # A report against the coordinator counts as the coordinator's report against its sender.
+                accused, reporter = (accuser, peer) if peer == spared else (peer, accuser)
+                accusers_of.setdefault(accused, set()).add(reporter)
+    if not accusers_of:
         return []
     # The server that most members of its stage did not reach; if two report each other, the later one in the roster.
-    blamed = max(against, key=lambda peer: (len(against[peer]), order[peer]))
-    accusers = against[blamed]
+    blamed = max(accusers_of, key=lambda peer: (len(accusers_of[peer]), order[peer]))
+    accusers = accusers_of[blamed]
     if not has_strangers or len(accusers) > 1 or not accusers.isdisjoint({spared, *trusted}):
         return [blamed]
     if blamed in trusted and not _would_be_empty(rosters, accusers):
         return sorted(accusers)
-    # Exclude both servers, if the stage has a third one. If only the accused were excluded, one malicious server could
-    # have all other servers of its stage excluded, and act unopposed.
+    # Exclude both servers, if the stage has a third one. If only the accused server were excluded, one malicious server
+    # could have all other servers of its stage excluded, and then no server would contradict it.
     return [blamed] if _would_be_empty(rosters, {blamed, *accusers}) else sorted({blamed, *accusers})
 
 

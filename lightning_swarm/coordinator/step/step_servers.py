@@ -12,7 +12,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Member
 
-_MAX_BLAMELESS: Final = 3  # failed rounds of a step for which no server is to blame
+_MAX_FAILED_ROUNDS: Final = 3  # failed rounds of a step although no server is gone
 
 
 class StepServers:
@@ -21,10 +21,10 @@ class StepServers:
     def __init__(self, context: CoordinatorContext, servers: ServerCalls, step: int) -> None:
         self._run, self._events, self._oversight = context.run, context.events, context.oversight
         self._own, self._step = servers.own, step
-        self._num_blameless = 0
+        self._num_failed_rounds = 0
         self._suspected: Counter[PeerId] = Counter()
         self.gone: dict[PeerId, SwarmError] = {}  # excluded server -> reason
-        for peer, error in servers.unsettled.items():  # they did not receive the change with which the step began
+        for peer, error in servers.unsettled.items():  # servers without the change with which the step began
             self.exclude(peer, error)
 
     @property
@@ -48,21 +48,21 @@ class StepServers:
         self.gone[peer] = error
 
     def suspect(self, peer: PeerId, error: SwarmError) -> None:
-        """Exclude a server, but not after a first timeout alone, because a message may have been lost."""
+        """Exclude a server, but not for its first timeout, because a message may have been lost."""
         self._suspected[peer] += 1
         if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
             self.exclude(peer, error)
 
-    def note_blameless(self, reason: str, blamed: Collection[PeerId]) -> None:
+    def note_failed_round(self, reason: str, involved: Collection[PeerId]) -> None:
         """Count a round that failed although no server is gone; perhaps a message was damaged.
 
-        If that happens too often, exclude the `blamed` servers, or raise StepError if these are all servers.
+        If that happens too often, exclude the `involved` servers, or raise StepError if these are all servers.
         """
-        self._num_blameless += 1
-        if self._num_blameless <= _MAX_BLAMELESS:
+        self._num_failed_rounds += 1
+        if self._num_failed_rounds <= _MAX_FAILED_ROUNDS:
             return
-        error = StepError(f"{self._num_blameless} rounds failed, and no server is gone: {reason}")
-        if set(blamed) >= set(self.peers):
+        error = StepError(f"{self._num_failed_rounds} rounds failed, and no server is gone: {reason}")
+        if set(involved) >= set(self.peers):
             raise error
-        for peer in blamed:
+        for peer in involved:
             self.exclude(peer, error)

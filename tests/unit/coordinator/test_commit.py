@@ -356,7 +356,7 @@ def test_a_stage_that_was_restarted_ends_the_run_at_once(make_swarm: MakeSwarm) 
 
     trial.swarm.servers[B]._transport._call_handlers[FREEZE.name] = restarted  # type: ignore[attr-defined]
     begin_s = trial.swarm.loop.time()
-    with pytest.raises(StageLost, match="stage 1 has nobody left: this peer was not admitted to a run yet"):
+    with pytest.raises(StageLost, match="stage 1 has no server left: this peer was not admitted to a run yet"):
         trial.train(1)
     assert trial.swarm.loop.time() < begin_s + 10.0
 

@@ -40,7 +40,7 @@ def test_places_follow_one_another() -> None:
 def test_gradients_of_one_step_have_one_scale() -> None:
     step = OpenStep(0, 10)
     assert step.grant(1, LEAD, 4, 1024.0) == (0, 4.0)
-    with pytest.raises(ProtocolError, match="at the scale 1024, got a batch at 512"):
+    with pytest.raises(ProtocolError, match="must have the scale 1024, got a batch with 512"):
         step.grant(2, OTHER, 4, 512.0)
     assert (step.num_granted, step.gradient_scale) == (4, 1024.0)
     assert step.grant(2, OTHER, 6, 1024.0) == (4, 6.0)
@@ -112,7 +112,7 @@ def test_each_granted_batch_ends_once_and_by_its_trainer() -> None:
         with pytest.raises(ProtocolError, match="no open lease"):
             step.withdraw(lease, trainer)
     for foreign in ([(2, 0, 0)], [(0, 0, 0), (0, 0, 0)]):
-        with pytest.raises(ProtocolError, match="lease 1 begins at 0"):
+        with pytest.raises(ProtocolError, match="lease 1 has place 0"):
             step.complete(1, LEAD, foreign)
     step.complete(1, LEAD, [(0, 0, 0)])
     step.complete(1, LEAD, [(0, 0, 0)])  # a repeated report, whose first answer was lost
@@ -474,7 +474,7 @@ def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.M
         return (await average(*args))._replace(squared_norm=-1.0)
 
     monkeypatch.setattr(swarm.servers[A].steps.rounds, "_average", negative)
-    assert_undecided(swarm, "not negative")
+    assert_undecided(swarm, "must not be negative")
 
 
 def test_a_step_needs_hyperparameters(make_swarm: MakeSwarm) -> None:
@@ -513,7 +513,7 @@ def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
     swarm.run(go())
     (event,) = swarm.events(A)
     assert (event.kind, event.peer, event.step) == ("strike", OTHER, 0)
-    assert "not finished 30 s after its step was full. Raise `Limits.call_timeout`" in event.reason
+    assert "not complete 30 s after its step was full. Raise `Limits.call_timeout`" in event.reason
 
 
 # ---------------------------------------------------------------------- between freeze and record

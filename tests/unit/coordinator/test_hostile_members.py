@@ -118,9 +118,9 @@ def test_a_voter_promises_nothing_while_its_coordinator_answers(make_swarm: Make
     proposal = Proposal(term=coup.term(number), boot_id=0, record=coup.records[0])
     for peer in (A, B):
         before = coup.swarm.servers[peer].voter.term
-        with pytest.raises(Busy, match="the coordinator answers this voter"):
+        with pytest.raises(Busy, match="the coordinator still answers this voter"):
             coup.tell(peer, PREPARE.name, coup.prepare(peer, number))
-        with pytest.raises(Busy, match="the coordinator answers this voter"):
+        with pytest.raises(Busy, match="the coordinator still answers this voter"):
             coup.tell(peer, PROPOSE.name, replaced(proposal, boot_id=coup.swarm.members[peer].boot_id))
         assert coup.swarm.servers[peer].voter.term == before
     coup.train(2)

@@ -133,7 +133,7 @@ def test_what_another_server_asks_of_keepers_is_refused_and_changes_nothing(
             (PREPARE.name, replaced(prepare, fence=True)),
             (PROPOSE.name, proposal),
         ):
-            with pytest.raises(ProtocolError, match="with strangers by its keepers, not by b"):
+            with pytest.raises(ProtocolError, match="or its keepers in a run with strangers, not b"):
                 call(swarm, B, peer, method, message)
         with pytest.raises(ProtocolError, match=f"{ONLY}: b is no keeper, so it must not coordinate"):
             call(swarm, B, peer, ANNOUNCE_TERM.name, announced)
@@ -245,7 +245,7 @@ def test_a_record_without_any_keeper_is_refused(make_swarm: MakeSwarm) -> None:
     swarm = audited(make_swarm, "a")
     run = RunState(swarm.manifest)
     record = swarm.run(step(swarm, 0))
-    with pytest.raises(ProtocolError, match="a keeper stays in the rosters, for only keepers vote"):
+    with pytest.raises(ProtocolError, match="a keeper must stay in the rosters, because only keepers vote"):
         check_record(run, replaced(record, left=[Vacancy(member=swarm.members[A], stage_index=0)]))
 
 

@@ -100,7 +100,7 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     handlers = {peer: swarm.network.find(peer)._call_handlers for peer in (B, J)}
     apply = {peer: one[APPLY.name] for peer, one in handlers.items()}
     sheds = [[StageRelease(B, 0)]]
-    monkeypatch.setattr(Balancer, "sheds", lambda *_, **__: sheds.pop() if sheds else [])
+    monkeypatch.setattr(Balancer, "releases", lambda *_, **__: sheds.pop() if sheds else [])
 
     async def lose(caller: PeerId, body: bytes) -> bytes:
         raise Unreachable("it was lost on its way")

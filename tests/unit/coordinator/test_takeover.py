@@ -344,7 +344,7 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
         registering = asyncio.ensure_future(swarm.trainer.call(A, REGISTER.name, body, timeout=30.0))
         await asyncio.sleep(1.0)
         await swarm.servers[A].admission.election.abdicate()
-        with pytest.raises(NotCoordinator, match="does not coordinate any more"):
+        with pytest.raises(NotCoordinator, match="is no longer the coordinator"):
             await registering
 
     swarm.run(go())

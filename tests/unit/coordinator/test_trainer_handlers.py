@@ -170,7 +170,7 @@ def test_nobody_trains_before_the_lead_does(make_swarm: MakeSwarm) -> None:
 
 def test_nobody_waits_for_ever_for_the_lead_to_begin(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", target_batch_size=4, limits=LIMITS)
-    with pytest.raises(StepError, match=r"lead trainer was not heard of for 100 s.*Raise `Limits.lead_timeout`"):
+    with pytest.raises(StepError, match=r"lead trainer was silent for 100 s.*Raise `Limits.lead_timeout`"):
         swarm.run(client(swarm).grant(2))
     assert 100.0 <= swarm.loop.time() < 140.0
 
@@ -215,11 +215,11 @@ def test_a_lead_that_is_not_heard_of_fails_the_step(make_swarm: MakeSwarm) -> No
         await batch(swarm, other, 1)
         await other.wait_for_record(0)
 
-    with pytest.raises(StepError, match=r"step 0 could not be decided: the lead trainer was not heard of for 100 s"):
+    with pytest.raises(StepError, match=r"step 0 could not be decided: the lead trainer was silent for 100 s"):
         swarm.run(go())
     assert 100.0 <= swarm.loop.time() < 140.0
     assert {server.steps.version for server in swarm.servers.values()} == {0}
-    with pytest.raises(StepError, match="not heard of"):
+    with pytest.raises(StepError, match="was silent"):
         swarm.run(swarm.steps.grant(2))
 
 

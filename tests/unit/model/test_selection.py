@@ -98,7 +98,7 @@ def test_no_selection_after_the_first_grant(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     grant = swarm.run(swarm.steps.grant(2))
     before = swarm.state()
-    with pytest.raises(ProtocolError, match="before a step's first grant"):
+    with pytest.raises(ProtocolError, match="before the first grant of its step"):
         swarm.run(swarm.steps.change(StepChange(selection=bias_only(swarm))))
     assert swarm.state() == before
     swarm.run(swarm.steps.withdraw(grant.lease))

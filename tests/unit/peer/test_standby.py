@@ -346,7 +346,7 @@ def test_the_other_trainers_are_standbys_too(make_swarm: MakeSwarm) -> None:
     inherit(swarm, B, A, C, D, B)
     run = swarm.servers[A].membership.run
     assert run.trainers == run.manifest.trainers == [B, D]
-    with pytest.raises(Busy, match="b leads the run by now, and is about to send it back"):
+    with pytest.raises(Busy, match="b leads the run now, and is about to roll it back"):
         swarm.run(swarm.servers[D]._transport.call(A, RENEW.name, b"", timeout=5.0))
 
 
@@ -434,7 +434,7 @@ def test_a_named_one_is_not_passed_over_because_a_report_is_lost(make_swarm: Mak
         raise Busy("lost")
 
     answer, handlers[HELD.name] = handlers[HELD.name], lose
-    assert "what it needs was not all reported" in swarm.run(appoint(transport, run, timeout=5.0))
+    assert "not all snapshots that it needs are reported" in swarm.run(appoint(transport, run, timeout=5.0))
     handlers[HELD.name] = answer
     assert swarm.run(appoint(transport, run, timeout=5.0)) == ""
     assert told_to_inherit(swarm) == [B]

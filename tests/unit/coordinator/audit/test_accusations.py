@@ -11,7 +11,7 @@ from lightning_swarm.coordinator.audit.disputes import (
     Accusation,
     AuditResult,
     ClaimedWork,
-    Kinds,
+    SameKind,
     WorkTolerance,
     compare,
     resolve_accusation,
@@ -29,7 +29,7 @@ SAID = ClaimedWork(CLAIMS, ORIGINS, b"sum", b"touched")
 TOLD = StageProjection((1.0, 2.0))
 WITHIN = WorkTolerance(results=0.1, sum=Tolerance(0.1))
 ONE_KIND, OTHER_AUDITOR, OTHER_JUDGE, OTHERS = (
-    Kinds(auditor=auditor, referee=judge) for judge in (True, False) for auditor in (True, False)
+    SameKind(auditor=auditor, referee=judge) for judge in (True, False) for auditor in (True, False)
 )
 TRUE = AuditResult(
     claims=CLAIMS,
@@ -66,7 +66,7 @@ NEAR, FAR = StageProjection((1.0, 2.04)), StageProjection((1.0, 3.0))
         ({"sum_digest": b"another"}, {"sum"}),
         ({"claims": claimed(RECEIPTS[1], output=b"another")}, {"output"}),
         ({"claims": claimed(RECEIPTS[1], input_gradient=b"another")}, {"input_gradient"}),
-        ({"touched": b"more"}, {"list of what has a gradient"}),
+        ({"touched": b"more"}, {"list of parameters with gradients"}),
         ({"refused": frozenset(RECEIPTS[:1])}, {"refused"}),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_finding_of_another_weight_or_trainer_shows_nothing(origin: Origin) ->
     assert not comparison.wrong
     assert not comparison.is_equal
     assert SAID.with_claimed_inputs(its) == RECEIPTS[:2]
-    assert resolve_accusation(SAID, TOLD, its, TRUE, tolerance=WITHIN, kinds=ONE_KIND) is Accusation.UNPROVEN
+    assert resolve_accusation(SAID, TOLD, its, TRUE, tolerance=WITHIN, same_kind=ONE_KIND) is Accusation.UNPROVEN
 
 
 def test_an_order_names_each_microbatch_once() -> None:
@@ -119,8 +119,10 @@ def test_an_order_names_each_microbatch_once() -> None:
         {"claims": {}, "refused": frozenset(RECEIPTS)},
     ],
 )
-def test_an_auditor_that_says_it_was_given_something_else_may_be_right(kinds: Kinds, changes: dict[str, Any]) -> None:
-    shown = resolve_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, kinds=kinds)
+def test_an_auditor_that_says_it_was_given_something_else_may_be_right(
+    kinds: SameKind, changes: dict[str, Any]
+) -> None:
+    shown = resolve_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, same_kind=kinds)
     assert shown is Accusation.UNPROVEN
 
 
@@ -144,8 +146,8 @@ def test_an_auditor_that_says_it_was_given_something_else_may_be_right(kinds: Ki
         (OTHER_JUDGE, {"projection": FAR}, Accusation.REFUTED),
     ],
 )
-def test_accusations(kinds: Kinds, changes: dict[str, Any], expected: Accusation) -> None:
-    assert resolve_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, kinds=kinds) is expected
+def test_accusations(kinds: SameKind, changes: dict[str, Any], expected: Accusation) -> None:
+    assert resolve_accusation(SAID, TOLD, found(**changes), TRUE, tolerance=WITHIN, same_kind=kinds) is expected
 
 
 def test_the_accused_may_be_far_from_one_machine_alone() -> None:
@@ -153,4 +155,4 @@ def test_the_accused_may_be_far_from_one_machine_alone() -> None:
     its = found(distance=0.11)
     for distance, expected in ((0.04, Accusation.REFUTED), (0.09, Accusation.UNPROVEN)):
         true = found(distance=distance)
-        assert resolve_accusation(SAID, TOLD, its, true, tolerance=WITHIN, kinds=OTHERS) is expected
+        assert resolve_accusation(SAID, TOLD, its, true, tolerance=WITHIN, same_kind=OTHERS) is expected

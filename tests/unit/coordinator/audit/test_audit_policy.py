@@ -195,9 +195,9 @@ def test_half_is_audited_where_a_lie_would_stay(share: float, least: float) -> N
 
 
 def test_the_last_steps_and_those_of_snapshots_are_worth_a_lie() -> None:
-    assert [step for step in range(20) if is_irreversible(step, 20, is_kept=False)] == [15, 16, 17, 18, 19]
-    assert not any(is_irreversible(step, None, is_kept=False) for step in range(20))
-    assert is_irreversible(3, None, is_kept=True)
+    assert [step for step in range(20) if is_irreversible(step, 20, is_snapshot_due=False)] == [15, 16, 17, 18, 19]
+    assert not any(is_irreversible(step, None, is_snapshot_due=False) for step in range(20))
+    assert is_irreversible(3, None, is_snapshot_due=True)
 
 
 # ------------------------------------------------------------------ comparing

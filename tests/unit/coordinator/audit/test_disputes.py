@@ -42,7 +42,7 @@ class Step:
         examined = ExaminedStep(dict.fromkeys(UNITS), {unit: {} for unit in UNITS}, {}, 0)  # type: ignore[arg-type]
         units = {receipt(number): {Unit(0, one), Unit(1, other)} for number, (one, other) in enumerate(pairs)}
         replaced = {receipt(number): units for number, units in (failed or {}).items()}
-        self.audits._settle(examined, units, replaced, verdict)
+        self.audits._strike_disagreements(examined, units, replaced, verdict)
         return verdict
 
 

@@ -171,7 +171,9 @@ def test_who_comes_for_the_first_time_comes_before_the_invitation_expires(make_s
     coordinator.generation.context.invitations._wall_s = lambda: at_s[0]
 
     async def go() -> None:
-        with pytest.raises(AccessDenied, match="must join before its invitation expires: that of g has expired"):
+        with pytest.raises(
+            AccessDenied, match="must join before its invitation expires: the invitation of g has expired"
+        ):
             await entering(swarm, late)
         at_s[0] = expires_at_s - 1.0
 

@@ -326,7 +326,7 @@ def test_an_armed_batch_that_cannot_be_completed_is_struck(make_swarm: MakeSwarm
 
     run.swarm.run(go())
     assert run.kinds() == [("gone", OTHER), ("strike", OTHER)]
-    assert "1 gradients of the batch are at no server" in run.swarm.events(A)[-1].reason
+    assert "no server has or computes 1 gradients of the batch" in run.swarm.events(A)[-1].reason
 
 
 @pytest.mark.parametrize("when", ["answered"])

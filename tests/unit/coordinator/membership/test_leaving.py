@@ -309,7 +309,7 @@ def test_only_a_member_that_holds_nothing_else_may_leave(make_swarm: MakeSwarm) 
             await drain(swarm, B, 1)
         with pytest.raises(Busy, match="a coordinates the run"):
             await drain(swarm, A, swarm.members[A].boot_id)
-        with pytest.raises(ProtocolError, match="c trains; it leaves when its loop ends"):
+        with pytest.raises(ProtocolError, match="c trains, and may leave only when its loop ends"):
             await drain(swarm, C, swarm.members[C].boot_id)
         with pytest.raises(ProtocolError, match="run generation is 0"):
             await drain(swarm, B, swarm.members[B].boot_id, generation=1)

@@ -129,7 +129,7 @@ def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
 
     async def go() -> None:
         assert moves.choose([]) == ([], [])
-        monkeypatch.setattr(Balancer, "sheds", lambda *_, **__: sheds)
+        monkeypatch.setattr(Balancer, "releases", lambda *_, **__: sheds)
         await step(swarm, 0, among="a")
         assert handed_over == []
 

@@ -431,5 +431,5 @@ def test_who_coordinates_moves_only_if_that_gains_clearly_more(
     balance = made()
     for _ in range(50):
         balance.take_loads(said)
-    moves = balance.moves(held, fixed=[], joining={}, leader=PeerId(leader), now_s=INTERVAL_S)
+    moves = balance.moves(held, fixed=[], joining={}, coordinator=PeerId(leader), now_s=INTERVAL_S)
     assert sorted(move.peer for move in moves) == sorted(movers)

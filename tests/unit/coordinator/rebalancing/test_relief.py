@@ -68,4 +68,4 @@ def test_where_servers_stay_nobody_is_moved() -> None:
     balance = Balancer("none", 60.0, [1, 1], now_s=0.0)
     balance.take_loads({A: {0: ReportedLoad(None, lacks_memory=True)}, B: {0: ReportedLoad(1.0)}})
     assert balance.moves([[A, B], [C]], fixed=[], joining={}, now_s=1.0) == []
-    assert balance.sheds([[A, B], [A]], leaving=[], joining={}, now_s=1.0) == []
+    assert balance.releases([[A, B], [A]], leaving=[], joining={}, now_s=1.0) == []

@@ -49,10 +49,10 @@ def test_in_a_swarm_that_changes_often_nobody_is_left_alone() -> None:
     balance.take_loads(
         {a: {0: ReportedLoad(10.0, busy_share=0.5), 1: ReportedLoad(10.0, busy_share=0.5)}, b: {0: ReportedLoad(10.0)}}
     )
-    assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=1.0) == [StageRelease(a, 0)]
+    assert balance.releases([[a, b], [a]], leaving=[], joining={}, now_s=1.0) == [StageRelease(a, 0)]
     for at_s in range(1, 100):  # servers join and leave meanwhile
         balance.moves([[a, b], [a, PeerId("c")] if at_s % 2 else [a]], fixed=[], joining={}, now_s=float(at_s))
-    assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=100.0) == []
+    assert balance.releases([[a, b], [a]], leaving=[], joining={}, now_s=100.0) == []
 
 
 @pytest.mark.parametrize("stages", [({"a": 1}, {"a": 1}), ({"a": 1, "b": 1}, {"c": 1})], ids=["alone", "one each"])
@@ -86,6 +86,6 @@ def test_stages_are_given_up_where_computing_limits(
         PeerId("b"): {0: of_b},
     })  # fmt: skip
     a, b = PeerId("a"), PeerId("b")
-    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={}, now_s=1.0) == sheds
-    assert balance.sheds([[a], [a], [a]], leaving=[], joining={}, now_s=1.0) == []
-    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={PeerId("c"): 0}, now_s=1.0) == []
+    assert balance.releases([[a, b], [a], [a]], leaving=[], joining={}, now_s=1.0) == sheds
+    assert balance.releases([[a], [a], [a]], leaving=[], joining={}, now_s=1.0) == []
+    assert balance.releases([[a, b], [a], [a]], leaving=[], joining={PeerId("c"): 0}, now_s=1.0) == []

@@ -166,10 +166,10 @@ def test_a_far_slower_trainer_is_told_of_and_tried_again(
     tried = [step for step, brought in trainers.brought.items() if OTHER in brought]
     assert tried[:2] == [0, 1], "its second batch tells how slow it is"
     assert 2 <= len(tried[2:]) <= 5, "after ten steps or so it may be faster"
-    assert [one.getMessage() for one in caplog.records if "brings few batches" in one.getMessage()] == [
+    assert [one.getMessage() for one in caplog.records if "gets few batches" in one.getMessage()] == [
         (
-            "Trainer other brings few batches: its newest one took 5 s, and the others end a step sooner without it. "
-            "Raise `target_batch_size`, or lower the batch size of all trainers."
+            "Trainer other gets few batches: its newest one took 5 s, and other trainers complete a step sooner "
+            "without it. Raise `target_batch_size`, or lower the batch size of all trainers."
         )
     ]
 

@@ -92,14 +92,14 @@ def test_an_epoch_is_passed_when_all_of_it_is_through() -> None:
 def test_an_epoch_has_one_order() -> None:
     known = order(plan(0, (4, 2)))
     known.add(plan(0, (4, 2)))
-    with pytest.raises(ProtocolError, match="epoch 0 has its order already"):
+    with pytest.raises(ProtocolError, match="epoch 0 already has an order"):
         known.add(plan(0, (4, 3)))
-    with pytest.raises(ProtocolError, match="it cannot begin at 3"):
+    with pytest.raises(ProtocolError, match="so cannot begin at 3"):
         known.add(plan(1, (4, 2), begin=3))
-    with pytest.raises(ProtocolError, match="there is no batch 2 in epoch 0"):
+    with pytest.raises(ProtocolError, match="epoch 0 has no batch 2"):
         known.size((0, 2))
     many = order(*(plan(epoch, (1, 1)) for epoch in range(MAX_PLANS)))
-    with pytest.raises(ProtocolError, match=f"may reach over {MAX_PLANS} epochs"):
+    with pytest.raises(ProtocolError, match=f"may extend over {MAX_PLANS} epochs"):
         many.add(plan(MAX_PLANS, (1, 1)))
 
 
@@ -298,13 +298,13 @@ def test_the_end_of_an_epoch_is_passed_with_its_last_record(make_swarm: MakeSwar
 @pytest.mark.parametrize(
     ("method", "request_", "words"),
     [
-        (GRANT.name, GrantRequest(step=0, num_samples=2, generation=0), "all batches of step 0 are named"),
+        (GRANT.name, GrantRequest(step=0, num_samples=2, generation=0), "either all batches of step 0 have an epoch"),
         (
             GRANT.name,
             GrantRequest(step=0, num_samples=2, generation=0, batch=(0, 5)),
             "epoch 0 has 4 batches, got number 5",
         ),
-        (PLAN.name, PlanRequest(generation=0, plan=plan(0, (3, 3)), position=(0, 0)), "epoch 0 has its order already"),
+        (PLAN.name, PlanRequest(generation=0, plan=plan(0, (3, 3)), position=(0, 0)), "epoch 0 already has an order"),
         (PLAN.name, PlanRequest(generation=7, plan=plan(1, (3, 3)), position=(0, 0)), "generation"),
         (TAKE_PLAN.name, TakePlanRequest(generation=7, epoch=0), "generation"),
     ],
@@ -325,7 +325,7 @@ def test_a_liar_gets_an_error_and_changes_nothing(
 def test_only_the_lead_says_the_order(make_swarm: MakeSwarm) -> None:
     swarm, _ = planned(make_swarm)
     request = encode(PlanRequest(generation=0, plan=plan(1, (3, 3)), position=(0, 0)))
-    with pytest.raises(ProtocolError, match="plans the order of batches, not other"):
+    with pytest.raises(ProtocolError, match="sends the order of batches, not other"):
         swarm.run(swarm.network.find(OTHER).call(PeerId("a"), PLAN.name, request, timeout=1.0))
     assert [one.epoch for one in swarm.coordinator.generation.step_state.order.plans] == [0]
 
@@ -386,6 +386,6 @@ def test_a_batch_in_the_place_of_one_that_was_dropped_does_not_count_twice(make_
     assert step.window is not None
     assert (step.window.numbers, step.window.end) == ([(0, 0), (0, 1)], (0, 2))
     assert step.free == [(0, 1)]
-    assert step.batches_through == {(0, 0)}, "the next step takes the other one"
+    assert step.complete_batches == {(0, 0)}, "the next step takes the other one"
     heard = rebuild(swarm.steps.run, {LEAD: report, OTHER: other._journal.report()}, {}, complete=True).open
-    assert heard.batches_through == {(0, 0), (0, 2)}
+    assert heard.complete_batches == {(0, 0), (0, 2)}

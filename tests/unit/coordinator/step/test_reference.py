@@ -57,7 +57,7 @@ def test_of_equally_large_groups_that_of_the_oldest_server_stays() -> None:
     assert left_out(stage(a=1, b=2, c=1, d=2)) == "bd"
     text = str(choose_excluded([stage(a=1, b=2)])[B])
     assert (
-        "'x' from those of a, which has been in the stage longest. The largest groups of replicas have equal sizes"
+        "'x' from those of a, which has been in the stage longest. The largest groups of replicas are equally large"
         in text
     )
 
