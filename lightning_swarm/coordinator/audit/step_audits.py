@@ -133,28 +133,28 @@ class StepAudits(StepOversight):
     @override
     async def examine(self, ledgers: Ledgers, machine_kinds: Mapping[PeerId, str], round_: int) -> Verdict:
         verdict = Verdict()
-        step = self._examined(ledgers, machine_kinds, round_, verdict)
-        self.commitments = {unit: ledger.report.sum_digest or b"" for unit, ledger in step.ledgers.items()}
-        fresh = {unit for unit, ledger in step.ledgers.items() if self._passed.get(unit) != _reports(ledger)}
+        examined = self._examined(ledgers, machine_kinds, round_, verdict)
+        self.commitments = {unit: ledger.report.sum_digest or b"" for unit, ledger in examined.ledgers.items()}
+        fresh = {unit for unit, ledger in examined.ledgers.items() if self._passed.get(unit) != _reports(ledger)}
         if not fresh or verdict.failed:
             return verdict
         seed = draw_challenge()
-        sums, verdict.failed = await self._audits.sketch(step.ledgers, round_, seed)
+        sums, verdict.failed = await self._audits.sketch(examined.ledgers, round_, seed)
         if verdict.failed:
             return self._distrust_failed(verdict)
         self.sum_sketches = defaultdict(list, {unit: [(seed, sum_sketch)] for unit, sum_sketch in sums.items()})
-        self._convict_idle(step, sums, verdict)
-        screenings = self.screen.screen(step.claims, sums)
+        self._convict_idle(examined, sums, verdict)
+        screenings = self.screen.screen(examined.claims, sums)
         suspects = {Unit(stage, peer) for stage, screening in screenings.items() for peer in screening.suspects} & fresh
-        disagreements = disagreeing(step.claims)
+        disagreements = disagreeing(examined.claims)
         results = await self._audits.results()
-        contested = self._compare_results(step, results, disagreements, verdict)
+        contested = self._compare_results(examined, results, disagreements, verdict)
         self._due |= fresh & suspects.union(contested, self._drawn(fresh), *disagreements.values())
-        passed = await self._audit_due(step, fresh, suspects, verdict)
-        self._strike_disagreements(step, disagreements, results.replaced, verdict)
+        passed = await self._audit_due(examined, fresh, suspects, verdict)
+        self._strike_disagreements(examined, disagreements, results.replaced, verdict)
         self._is_disturbed |= not verdict.is_clean
         if verdict.is_clean:
-            self._record_passed(step, fresh, passed)
+            self._record_passed(examined, fresh, passed)
             self.screen.record(screenings)
         return self._distrust_failed(verdict)
 
@@ -171,26 +171,26 @@ class StepAudits(StepOversight):
         }
 
     async def _audit_due(
-        self, step: ExaminedStep, fresh: set[Unit], suspects: set[Unit], verdict: Verdict
+        self, examined: ExaminedStep, fresh: set[Unit], suspects: set[Unit], verdict: Verdict
     ) -> set[Unit]:
         """Audit due units, and more if a suspect is cleared or a server convicted; return the units that passed."""
         due = self._due & fresh
-        passed = await self._audit(step, due, verdict)
+        passed = await self._audit(examined, due, verdict)
         # A cleared suspect may have had false inputs, and a convicted server may have accomplices.
         cleared = {unit for unit in suspects if unit in passed or unit.peer == self._own}
-        others = fresh if verdict.convicted else fresh & step.sharing_with(cleared)
-        passed |= await self._audit(step, others - due, verdict)
+        others = fresh if verdict.convicted else fresh & examined.sharing_with(cleared)
+        passed |= await self._audit(examined, others - due, verdict)
         # Audits by a server that was convicted meanwhile prove nothing.
         while doubtful := {unit for unit in passed if self._auditors[unit] in verdict.convicted}:
-            passed = passed - doubtful | await self._audit(step, doubtful, verdict)
+            passed = passed - doubtful | await self._audit(examined, doubtful, verdict)
         return passed
 
-    def _record_passed(self, step: ExaminedStep, fresh: Collection[Unit], passed: Collection[Unit]) -> None:
+    def _record_passed(self, examined: ExaminedStep, fresh: Collection[Unit], passed: Collection[Unit]) -> None:
         """Record that fresh units count, and which of them auditors found true."""
-        self._passed.update({unit: _reports(step.ledgers[unit]) for unit in fresh})
+        self._passed.update({unit: _reports(examined.ledgers[unit]) for unit in fresh})
         self._standing.passed.update({unit.peer for unit in passed})
         for unit in fresh:
-            if step.claims[unit] and unit.peer != self._own:
+            if examined.claims[unit] and unit.peer != self._own:
                 auditor = self._auditors.get(unit) if unit in passed else None
                 self._standing.note_counted(unit.peer, self._step.step, auditor)
 
@@ -200,21 +200,25 @@ class StepAudits(StepOversight):
             self._standing.passed.pop(peer, None)
         return verdict
 
-    def _convict_idle(self, step: ExaminedStep, sums: Mapping[Unit, StageProjection], verdict: Verdict) -> None:
+    def _convict_idle(self, examined: ExaminedStep, sums: Mapping[Unit, StageProjection], verdict: Verdict) -> None:
         """Convict servers that claim no microbatches although their sums are not zero."""
         for unit, sum_sketch in sums.items():
-            if not step.claims[unit] and not sum_sketch.is_nothing and unit.peer != self._own:
-                self._convict(unit, _FALSE_SUM, verdict, step)
+            if not examined.claims[unit] and not sum_sketch.is_nothing and unit.peer != self._own:
+                self._convict(unit, _FALSE_SUM, verdict, examined)
 
     def _compare_results(
-        self, step: ExaminedStep, results: TrainerResults, disagreements: Mapping[Receipt, set[Unit]], verdict: Verdict
+        self,
+        examined: ExaminedStep,
+        results: TrainerResults,
+        disagreements: Mapping[Receipt, set[Unit]],
+        verdict: Verdict,
     ) -> set[Unit]:
         """Have batches run again whose results at the pipeline's ends contradict claims; return the claiming units."""
         # A contradiction convicts no server. The server that sent the result may be gone, and another one may have
         # replayed the work. Or it computed a microbatch twice, because a neighbour first sent it a false input.
         contested, batches = set[Unit](), defaultdict[Unit, set[int]](set)
-        last = max((unit.stage_index for unit in step.claims), default=0)
-        for unit, claims in step.claims.items():
+        last = max((unit.stage_index for unit in examined.claims), default=0)
+        for unit, claims in examined.claims.items():
             for receipt, claim in claims.items() if unit.stage_index in (0, last) else ():
                 ends: list[tuple[Direction, bytes]] = [("forward", claim.output)] if unit.stage_index == last else []
                 ends += [("backward", claim.input_gradient)] if unit.stage_index == 0 else []
@@ -228,10 +232,10 @@ class StepAudits(StepOversight):
                             batches[suspect].add(receipt[0])
         for suspect, firsts in batches.items():
             if suspect.peer != self._own:
-                self._contest(suspect, firsts, step, verdict)
+                self._contest(suspect, firsts, examined, verdict)
         return contested
 
-    def _contest(self, unit: Unit, firsts: set[int], step: ExaminedStep, verdict: Verdict) -> None:
+    def _contest(self, unit: Unit, firsts: set[int], examined: ExaminedStep, verdict: Verdict) -> None:
         """Have batches run again without a server that may have sent trainers other results than are claimed."""
         verdict.tainted |= firsts
         verdict.avoided.add(unit.peer)
@@ -239,7 +243,7 @@ class StepAudits(StepOversight):
         reason = f"its results of {len(firsts)} batches differ from the claims"
         self._contested[unit.peer] += 1  # also between two kinds of machines, because claims are of the sent values
         # A stage's only server is not excluded, because the run needs it.
-        if self._contested[unit.peer] > _MAX_CONTESTED and unit in step.claims and step.auditors_of(unit, ()):
+        if self._contested[unit.peer] > _MAX_CONTESTED and unit in examined.claims and examined.auditors_of(unit, ()):
             del self._contested[unit.peer]
             self._exclude([unit.peer], unit, reason, verdict)
         else:
@@ -270,12 +274,12 @@ class StepAudits(StepOversight):
 
     # ------------------------------------------------------------------ audits
 
-    async def _audit(self, step: ExaminedStep, units: Collection[Unit], verdict: Verdict) -> set[Unit]:
+    async def _audit(self, examined: ExaminedStep, units: Collection[Unit], verdict: Verdict) -> set[Unit]:
         """Have servers' work computed again, and convict on false claims; return the units whose claims are true."""
         # The coordinator's own server is not audited, because it is a keeper's, and keepers are trusted.
-        audited = sorted(unit for unit in units if unit.peer != self._own and step.claims[unit])
-        assignments = self._assign(step, audited, verdict)
-        results = await self._audits.audit(assignments, step.round)
+        audited = sorted(unit for unit in units if unit.peer != self._own and examined.claims[unit])
+        assignments = self._assign(examined, audited, verdict)
+        results = await self._audits.audit(assignments, examined.round)
         self._record_results(results, verdict)
         passed = set()
         for assignment in assignments:
@@ -288,40 +292,40 @@ class StepAudits(StepOversight):
             if not results.lost.isdisjoint(assignment.receipts):
                 self._dispute(unit, "some of its work could not be computed again, because its trainer has no copy")
                 continue
-            comparison = self._compare(step, assignment, results)
-            if comparison.is_equal or await self._decide(step, assignment, results, comparison, verdict):
+            comparison = self._compare(examined, assignment, results)
+            if comparison.is_equal or await self._decide(examined, assignment, results, comparison, verdict):
                 passed.add(unit)
                 self._auditors[unit] = assignment.auditor if comparison.is_equal else self._own
         return passed
 
-    def _assign(self, step: ExaminedStep, units: Sequence[Unit], verdict: Verdict) -> list[Assignment]:
+    def _assign(self, examined: ExaminedStep, units: Sequence[Unit], verdict: Verdict) -> list[Assignment]:
         """Assign each server's work to one auditor: another server of its stage, or the coordinator's own."""
         # There is only one auditor, because an accomplice among several could report a value that corrects a false
         # total. The reported kinds of machines have no influence, or malicious servers could choose their auditors.
         assignments, loads = [], Counter[PeerId]()
         for unit in units:
-            others = step.auditors_of(unit, verdict.convicted)
+            others = examined.auditors_of(unit, verdict.convicted)
             others = [peer for peer in others if not self._silences.is_spared_as_auditor(peer, self._step.step)]
             if not others or (self._own not in others and lots.random() < _OWN_SHARE):
                 others = [self._own]
             auditor = min(lots.sample(others, len(others)), key=lambda peer: loads[peer])
             if self._disputes[_pair(unit, auditor)] >= MAX_UNPROVEN:
                 auditor = self._own  # drawing again would let the audited server replace all honest auditors
-            loads[auditor] += len(step.claims[unit])
-            assignments.append(self._assignment(step, unit, auditor))
+            loads[auditor] += len(examined.claims[unit])
+            assignments.append(self._assignment(examined, unit, auditor))
         return assignments
 
-    def _assignment(self, step: ExaminedStep, unit: Unit, auditor: PeerId) -> Assignment:
-        within_tolerance = step.needs_tolerance(unit.peer, auditor)
-        return Assignment(unit, auditor, list(step.claims[unit]), within_tolerance=within_tolerance)
+    def _assignment(self, examined: ExaminedStep, unit: Unit, auditor: PeerId) -> Assignment:
+        within_tolerance = examined.needs_tolerance(unit.peer, auditor)
+        return Assignment(unit, auditor, list(examined.claims[unit]), within_tolerance=within_tolerance)
 
-    def _compare(self, step: ExaminedStep, assignment: Assignment, results: AuditResults) -> WorkComparison:
+    def _compare(self, examined: ExaminedStep, assignment: Assignment, results: AuditResults) -> WorkComparison:
         unit = assignment.unit
         finding, sum_sketch = results.findings.get((unit, assignment.auditor)), results.sums.get(unit)
         if finding is None or sum_sketch is None:
             return WorkComparison(is_whole=False)
         tolerance = self._tolerance(unit, finding) if assignment.within_tolerance else None
-        return compare(step.claimed_work(unit), finding, sum_sketch, tolerance=tolerance)
+        return compare(examined.claimed_work(unit), finding, sum_sketch, tolerance=tolerance)
 
     def _tolerance(self, unit: Unit, finding: AuditResult) -> WorkTolerance:
         dtype = sum_dtype(self._run.manifest.stages[unit.stage_index], self._trained)
@@ -342,7 +346,7 @@ class StepAudits(StepOversight):
 
     async def _decide(
         self,
-        step: ExaminedStep,
+        examined: ExaminedStep,
         assignment: Assignment,
         results: AuditResults,
         comparison: WorkComparison,
@@ -353,46 +357,53 @@ class StepAudits(StepOversight):
         unit, is_accusation = assignment.unit, assignment.auditor != self._own
         own_assignment, own_results = assignment, results
         if is_accusation:
-            own_assignment, own_results = await self._audit_itself(step, unit, verdict)
-        own_comparison = self._compare(step, own_assignment, own_results)
+            own_assignment, own_results = await self._audit_itself(examined, unit, verdict)
+        own_comparison = self._compare(examined, own_assignment, own_results)
         # No server is convicted for bits that the coordinator's own machine cannot repeat.
         is_by_bits = not own_assignment.within_tolerance and own_comparison.rests_on_bits
-        if is_by_bits and not await self._repeats_bits(step, own_assignment, own_results):
+        if is_by_bits and not await self._repeats_bits(examined, own_assignment, own_results):
             is_accusation = False
-            own_assignment, own_results = await self._audit_itself(step, unit, verdict)
-            own_comparison = self._compare(step, own_assignment, own_results)
-        if unit.peer in verdict.failed or not self._apply_own_finding(step, unit, own_comparison, verdict):
+            own_assignment, own_results = await self._audit_itself(examined, unit, verdict)
+            own_comparison = self._compare(examined, own_assignment, own_results)
+        if unit.peer in verdict.failed or not self._apply_own_finding(examined, unit, own_comparison, verdict):
             return False
         # An accusation about bits is void once machines of this kind are known not to repeat them. Another audit of
         # this step may have shown that, and then `needs_tolerance` has changed since the assignment.
-        if is_accusation and assignment.within_tolerance == step.needs_tolerance(unit.peer, assignment.auditor):
-            await self._resolve_accusation(step, assignment, results, comparison, own_assignment, own_results, verdict)
+        if is_accusation and assignment.within_tolerance == examined.needs_tolerance(unit.peer, assignment.auditor):
+            await self._resolve_accusation(
+                examined, assignment, results, comparison, own_assignment, own_results, verdict
+            )
         return unit.peer not in verdict.convicted
 
-    async def _audit_itself(self, step: ExaminedStep, unit: Unit, verdict: Verdict) -> tuple[Assignment, AuditResults]:
-        own_assignment = self._assignment(step, unit, self._own)
-        own_results = await self._audits.audit([own_assignment], step.round)
+    async def _audit_itself(
+        self, examined: ExaminedStep, unit: Unit, verdict: Verdict
+    ) -> tuple[Assignment, AuditResults]:
+        """Have the coordinator's own server audit a unit."""
+        own_assignment = self._assignment(examined, unit, self._own)
+        own_results = await self._audits.audit([own_assignment], examined.round)
         self._record_results(own_results, verdict)
         return own_assignment, own_results
 
-    async def _repeats_bits(self, step: ExaminedStep, own_assignment: Assignment, own_results: AuditResults) -> bool:
+    async def _repeats_bits(
+        self, examined: ExaminedStep, own_assignment: Assignment, own_results: AuditResults
+    ) -> bool:
         """Return whether the coordinator's server repeats its bits; if not, record its kind as unrepeatable."""
         unit = own_assignment.unit
-        claimed = step.claimed_work(unit)
-        second_results = await self._audits.audit([own_assignment], step.round)
+        claimed = examined.claimed_work(unit)
+        second_results = await self._audits.audit([own_assignment], examined.round)
         pair = [results.findings.get((unit, self._own)) for results in (own_results, second_results)]
         findings = [finding for finding in pair if finding is not None and claimed.has_claimed_inputs(finding)]
         digests = {(finding.sum_digest, frozenset(finding.claims.items())) for finding in findings}
         if len(findings) < 2 or len(digests) == 1:
             return True
-        kind = step.machine_kinds.get(self._own, "")
+        kind = examined.machine_kinds.get(self._own, "")
         self._unrepeatable.add(kind)
         _log.warning("Machines of kind %s do not repeat their bits; compared within a tolerance from now on.", kind)
         return False
 
     async def _resolve_accusation(
         self,
-        step: ExaminedStep,
+        examined: ExaminedStep,
         assignment: Assignment,
         results: AuditResults,
         comparison: WorkComparison,
@@ -412,21 +423,21 @@ class StepAudits(StepOversight):
         tolerance = self._tolerance(unit, own_finding)
         same_kind = SameKind(auditor=not assignment.within_tolerance, referee=not own_assignment.within_tolerance)
         if not sum_sketch.agrees(own_finding.projection, tolerance=tolerance.sum):
-            self._convict(unit, _FALSE_SUM, verdict, step)
+            self._convict(unit, _FALSE_SUM, verdict, examined)
         elif comparison.wrong:
-            claimed = step.claimed_work(unit)
+            claimed = examined.claimed_work(unit)
             conclusion = resolve_accusation(
                 claimed, sum_sketch, finding, own_finding, tolerance=tolerance, same_kind=same_kind
             )
             # Bits prove something only if the coordinator's own machine repeats them.
             is_proof_by_bits = all(same_kind) and conclusion is not Accusation.UNPROVEN
-            if not is_proof_by_bits or await self._repeats_bits(step, own_assignment, own_results):
+            if not is_proof_by_bits or await self._repeats_bits(examined, own_assignment, own_results):
                 self._apply_conclusion(assignment, conclusion, verdict)
 
     def _apply_conclusion(self, assignment: Assignment, conclusion: Accusation, verdict: Verdict) -> None:
         """Apply the conclusion on an accusation to the auditor that made it."""
         unit, accuser = assignment.unit, assignment.auditor
-        reason = f"accused {unit.peer} as its auditor of false work in stage {unit.stage_index}, which was true"
+        reason = f"accused {unit.peer}, as its auditor, of false work in stage {unit.stage_index}, but the work is true"
         if conclusion is Accusation.FALSE:
             verdict.convicted[accuser] = reason
         elif conclusion is Accusation.REFUTED:
@@ -441,15 +452,17 @@ class StepAudits(StepOversight):
             self._disputes[_pair(unit, accuser)] += 1
             self._dispute(unit, f"{accuser} got other results or other inputs, but {self._own} did not")
 
-    def _apply_own_finding(self, step: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict) -> bool:
+    def _apply_own_finding(
+        self, examined: ExaminedStep, unit: Unit, comparison: WorkComparison, verdict: Verdict
+    ) -> bool:
         """Apply the coordinator's own findings on a server's work; return whether its claims are true."""
         if comparison.wrong:
-            self._convict(unit, comparison, verdict, step)
+            self._convict(unit, comparison, verdict, examined)
         elif not comparison.is_whole:
             reason = "the coordinator cannot compute its work again"
             reason += ": a trainer sent it with another weight than was granted" if comparison.is_misweighed else ""
             self._exclude([unit.peer], unit, reason, verdict)
-            verdict.tainted |= step.batches_of(unit.peer)
+            verdict.tainted |= examined.batches_of(unit.peer)
             if comparison.is_silent:
                 self._note_silence(unit.peer, verdict)
         return comparison.is_equal
@@ -468,10 +481,10 @@ class StepAudits(StepOversight):
         if number > MAX_SILENCES:
             verdict.convicted[peer] = f"did not answer {number} times while it was audited"
 
-    def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, step: ExaminedStep) -> None:
+    def _convict(self, unit: Unit, comparison: WorkComparison, verdict: Verdict, examined: ExaminedStep) -> None:
         verdict.convicted[unit.peer] = f"{comparison.describe()} in stage {unit.stage_index}, as {self._own} found"
         if comparison.has_false_outputs:
-            verdict.tainted |= step.batches_of(unit.peer)
+            verdict.tainted |= examined.batches_of(unit.peer)
 
     def _exclude(self, peers: Iterable[PeerId], unit: Unit, reason: str, verdict: Verdict) -> None:
         """Exclude servers from the step without a conviction, because no false work of theirs is proven."""
@@ -484,7 +497,7 @@ class StepAudits(StepOversight):
 
     def _strike_disagreements(
         self,
-        step: ExaminedStep,
+        examined: ExaminedStep,
         disagreements: Mapping[Receipt, set[Unit]],
         replaced: Mapping[Receipt, Collection[Unit]],
         verdict: Verdict,
@@ -502,8 +515,8 @@ class StepAudits(StepOversight):
             if not failed:
                 pairs[frozenset(units)].append(receipt)
         for unit, firsts in sorted(suspects.items()):
-            self._contest(unit, firsts, step, verdict)
-        sizes = Counter(unit.stage_index for unit in step.ledgers if unit.peer not in verdict.failed)
+            self._contest(unit, firsts, examined, verdict)
+        sizes = Counter(unit.stage_index for unit in examined.ledgers if unit.peer not in verdict.failed)
         for pair, receipts in sorted(pairs.items(), key=lambda item: sorted(item[0])):
             self._disputes[pair] += 1
             names = " and ".join(unit.peer for unit in sorted(pair))

@@ -129,10 +129,10 @@ _LEAST_BUSY: Final = 1 / 3  # if the busiest stage computes a smaller share of t
 # Mean loss by a change of the swarm at a stage's only server. If that server dies, the run waits for it and then rolls
 # back, which takes minutes. But most changes are servers that join, or that leave in order.
 _LOST_S: Final = 100.0
-_HANDED_OVER: Final = 1.25  # least speedup for which the coordinator moves, because its successor measures all anew
+_MIN_HANDOVER_SPEEDUP: Final = 1.25  # of a move of the coordinator, because its successor measures all rates anew
 _FIRST_BYTES_PER_S: Final = 12.5e6  # rate of a download, until one was seen
 _MAX_LOG_WORK: Final = math.log(100.0)  # bound of a stage's `_log_work`
-_LEARNT: Final = 0.25  # share of the error of two stages' relative work by which each stage's work is corrected
+_CORRECTED_SHARE: Final = 0.25  # share of the error of two stages' relative work that corrects each of them
 _MAX_DOWNLOADS: Final = 3  # simultaneous movers to a stage per member, because members send them its state
 _GIVEN_UP: Final = 10.0  # a move is given up after this many times its expected duration
 
@@ -153,7 +153,7 @@ class Balancer:
         self._rule, self._interval_s = rule, interval_s
         self._state_bytes = state_bytes  # bytes that a newcomer of each stage downloads
         self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
-        self._known: dict[PeerId, RateEstimate] = {}  # present peers, and movers on their way
+        self._estimates: dict[PeerId, RateEstimate] = {}  # rates of present peers, and of movers on their way
         self._log_work = [0.0] * len(state_bytes)  # stage -> log of a sample's cost, relative to the mean of all
         self._num_compared: Counter[frozenset[int]] = Counter()  # pair of stages -> measured moves between them
         self._too_large: dict[PeerId, set[int]] = {}  # stages for which each server has too little memory
@@ -162,7 +162,7 @@ class Balancer:
         self._bytes_per_s = MovingAverage(_SMOOTHING)
         self._seen: frozenset[PeerId] | None = None  # peers present at the last decision
         self._peers: frozenset[PeerId] = frozenset()  # peers present or on their way at the last request
-        self._pace = ChurnEstimate(now_s)
+        self._churn = ChurnEstimate(now_s)
         self._step_s = MovingAverage(_SMOOTHING)
         self._asked_s: float | None = None  # time of the last request for moves
         self._decided_s = now_s  # time of the last decision; not every request leads to one
@@ -176,38 +176,38 @@ class Balancer:
         for peer, stages in self._loads.items():
             measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
             if measured and len(measured) == len(stages):
-                self._learn(peer, measured)
+                self._update_estimate(peer, measured)
             for index, load in stages.items():
                 too_large = self._too_large.setdefault(peer, set())
                 (too_large.add if load.lacks_memory else too_large.discard)(index)
-        for peer in self._known.keys() - self._loads.keys() - self._moving.keys():
-            del self._known[peer]
+        for peer in self._estimates.keys() - self._loads.keys() - self._moving.keys():
+            del self._estimates[peer]
         for peer in self._too_large.keys() - self._loads.keys() - self._moving.keys():
             del self._too_large[peer]
 
-    def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
+    def _update_estimate(self, peer: PeerId, measured: Mapping[int, float]) -> None:
         """Add a peer's rates; if it has changed its stage, correct the cost of a sample at both stages."""
         # A peer of several stages computes each sample at all of them, so their times add up.
         rate = 1.0 / math.fsum(1.0 / rate for rate in measured.values())
         index = next(iter(measured)) if len(measured) == 1 else None
-        known = self._known.get(peer)
-        if known is None:
-            self._known[peer] = RateEstimate(rate, index)
+        estimate = self._estimates.get(peer)
+        if estimate is None:
+            self._estimates[peer] = RateEstimate(rate, index)
             return
-        before, source = known.samples_per_s, known.stage
-        known.update(rate, index)
+        rate_before, source = estimate.samples_per_s, estimate.stage
+        estimate.update(rate, index)
         # Otherwise, peers of a costly stage would count as slow, and be exchanged with equal peers forever.
         if index is not None and source is not None and index != source:
             self._num_compared[frozenset((index, source))] += 1
-            error = math.log(before / rate) - (self._log_work[index] - self._log_work[source])
+            error = math.log(rate_before / rate) - (self._log_work[index] - self._log_work[source])
             for stage, correction in ((index, error), (source, -error)):
-                changed = self._log_work[stage] + _LEARNT * correction
+                changed = self._log_work[stage] + _CORRECTED_SHARE * correction
                 self._log_work[stage] = max(-_MAX_LOG_WORK, min(changed, _MAX_LOG_WORK))
 
     def _work_scatter(self, source: int, target: int) -> float:
         """Return the relative error of the ratio of two stages' work."""
         num_compared = self._num_compared[frozenset((source, target))]
-        return _WORK_SCATTER * (1.0 - 2.0 * _LEARNT) ** num_compared  # each move corrects both stages by `_LEARNT`
+        return _WORK_SCATTER * (1.0 - 2.0 * _CORRECTED_SHARE) ** num_compared  # each move corrects both stages
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
         """Record that a mover has arrived."""
@@ -235,7 +235,7 @@ class Balancer:
         present = frozenset(peer for roster in rosters for peer in roster)
         peers = present | self._moving.keys()
         if self._peers and peers != self._peers:
-            self._pace.note_change(now_s)
+            self._churn.note_change(now_s)
             self._left.clear()
         self._peers = peers
         if relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=fixed)[0]:
@@ -243,7 +243,7 @@ class Balancer:
         if not self._is_time(present, now_s):
             self._seen = present if self._seen is None else self._seen
             return []
-        if any(not any(peer in self._known for peer in roster) for roster in rosters):
+        if any(not any(peer in self._estimates for peer in roster) for roster in rosters):
             return []  # a stage without any measured peer
         if self._rule == "gain" and not self._computing_limits(rosters):
             return []  # computing rates mean nothing if computing is not the bottleneck
@@ -273,7 +273,7 @@ class Balancer:
                 if load is None or load.samples_per_s is None:
                     return []  # a rate is not measured yet
                 rates[index][peer] = load.samples_per_s
-        lone_costs = min(_LOST_S / (len(num_held) * self._pace.horizon_s(now_s)), 1.0)
+        lone_costs = min(_LOST_S / (len(num_held) * self._churn.horizon_s(now_s)), 1.0)
         return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
 
     def _is_time(self, present: frozenset[PeerId], now_s: float) -> bool:
@@ -332,12 +332,12 @@ class Balancer:
         stages = self._stages(rosters, fixed if coordinator is None else {*fixed, coordinator}, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
-            costs = MoveCosts(move_s, self._pace.horizon_s(now_s), _LOST_S)
+            costs = MoveCosts(move_s, self._churn.horizon_s(now_s), _LOST_S)
             moves = plan(stages, costs)
             # The coordinator may move, too, but only if that gains much more.
             all_stages = self._stages(rosters, fixed, joining)
             all_moves = plan(all_stages, costs)
-            gains = mean_rate(all_stages, costs, all_moves) > _HANDED_OVER * mean_rate(stages, costs, moves)
+            gains = mean_rate(all_stages, costs, all_moves) > _MIN_HANDOVER_SPEEDUP * mean_rate(stages, costs, moves)
             return all_moves if gains else moves
         if self._rule == "none":
             return []
@@ -362,13 +362,13 @@ class Balancer:
         by_rates: bool = True,
     ) -> StageRates:
         """Collect the peers and rates of all stages. Unmeasured peers get the mean rate; all do if not `by_rates`."""
-        known = self._known if by_rates else {}
+        estimates = self._estimates if by_rates else {}
         work = [math.exp(log) for log in self._log_work]
         stages = StageRates(len(rosters), work if by_rates else None, self._work_scatter)
         # Peer -> samples/s at a stage of work 1.
         speeds = {
             peer: estimate.samples_per_s * (1.0 if estimate.stage is None else work[estimate.stage])
-            for peer, estimate in known.items()
+            for peer, estimate in estimates.items()
         }
         mean_speed = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         num_held = Counter(peer for roster in rosters for peer in roster)
@@ -380,9 +380,9 @@ class Balancer:
                     name,
                     index,
                     speeds.get(peer, mean_speed),
-                    movable=peer in known and num_held[peer] == 1 and peer not in fixed,
+                    movable=peer in estimates and num_held[peer] == 1 and peer not in fixed,
                     barred={*self._left.get(peer, ()), *self._too_large.get(peer, ())},
-                    scatter=known[peer].scatter if peer in known else SCATTER,
+                    scatter=estimates[peer].scatter if peer in estimates else SCATTER,
                 )
         coming = {peer: move.target for peer, move in self._moving.items()} | dict(joining)
         for peer, index in coming.items():

@@ -158,10 +158,7 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
 def _with_other_shared_weights(
     ledgers: Ledgers, guests: Collection[PeerId], trusted: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
-    """Find stages whose shared weights differ from a higher-ranked stage's; return an error for each of their servers.
-
-    The replicas of each stage must agree.
-    """
+    """Find servers of stages with other shared weights than a higher-ranked stage, if the stages' replicas agree."""
     tied = [next((ledger.report.tied or {} for ledger in stage.values()), {}) for stage in ledgers]
     num_voting = [len(_voting(stage, guests)) for stage in ledgers]
 

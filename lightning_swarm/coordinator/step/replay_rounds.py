@@ -61,8 +61,7 @@ class ReplayRounds:
 
     def barred_holders(self, first: int, rosters: Sequence[Sequence[Member]]) -> set[PeerId]:
         """Return the servers that must not hold the missing microbatches of a batch."""
-        # If a server lacks a replay, its report or the trainer's is false. So another server is tried, if the stage has
-        # one.
+        # If a server lacks a replay, its report or the trainer's is false. So another server of the stage is tried.
         lacking = {peer for receipt, peers in self._unfilled.items() if receipt[0] == first for peer in peers}
         stages = [{member.peer_id for member in roster} for roster in rosters]
         without_others = set[PeerId]().union(*(servers for servers in stages if servers <= lacking))

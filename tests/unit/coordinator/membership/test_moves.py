@@ -275,8 +275,8 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
                 server.steps.stage(index).load = Absurd(index)
         for record in await steps(swarm, 0, 3):
             assert swarm.names_after(record) == ["ab", "c"]
-        assert "c" not in balance._known
-        assert balance._known["a"].samples_per_s == 10.0
+        assert "c" not in balance._estimates
+        assert balance._estimates["a"].samples_per_s == 10.0
 
     swarm.run(go())
 
