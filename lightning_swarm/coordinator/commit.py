@@ -122,8 +122,8 @@ class SnapshotSchedule:
         self._transport, self._run = context.transport, context.run
         self._interval_s = context.limits.snapshot_interval  # least seconds between snapshots; None: none
         settings = context.run.manifest.settings
-        # Least steps between snapshots. An older one is kept until the newer is complete, so this is also the least
-        # number of steps by which the run can roll back.
+        # Least steps between snapshots. The older of two is kept until the newer is complete, so the run can roll back
+        # by at least as many steps.
         self._num_steps = (settings.steps_to_conviction or 1) if settings.goes_back else 1
         self._timeout = min(context.limits.call_timeout, ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # version and time of the newest order

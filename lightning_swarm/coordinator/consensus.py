@@ -151,9 +151,9 @@ class Ballot:
         self.behind = False  # a voter reports that this slot is decided already
         self._refused: set[Member] = set()  # voters that will not agree under this term
         self._numbers: dict[Member, int] = {}  # voter -> number of a rival term; 0: none
-        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: without its record
+        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: too late for its record to count
         self._settled = False  # the record to finish was chosen, and later promises must not change it
-        self._fenced = set(fenced)  # voters that noted the fence
+        self._fenced = set(fenced)  # voters that recorded the fence
         self._proposed: bytes | None = None  # the encoded record of this proposer
         self._votes: set[Member] = set()
 

@@ -99,7 +99,7 @@ class _WaitingServer:
     candidate: Candidate
     machine_kind: str  # see `FreezeReply.arithmetic`
     last_heard_s: float
-    since_s: float  # time of its first request; if it was ready before, of its first request since then
+    since_s: float  # time of its first `JOIN`, or of the first since it was last ready
     ready: bool = False
     caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last round whose mean gradient it was asked to hold

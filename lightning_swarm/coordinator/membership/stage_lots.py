@@ -15,14 +15,14 @@ _MANY: Final = 3  # from this number of servers on, one server more makes a stag
 
 
 class StageLots:
-    """Draws one order of the stages for each server, and decides which stages it may request."""
+    """Ranks the stages at random for each server, and decides which stages it may request."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
         self._known: defaultdict[PeerId, set[int]] = defaultdict(set)  # server -> its present, former and next stages
         # Server -> stage of its newest draw. Older draws are dropped, so that it cannot choose among several.
         self._drawn: dict[PeerId, int] = {}
-        self._holders: defaultdict[bytes, list[PeerId]] = defaultdict(list)  # invitation -> holders of its orders
+        self._holders: defaultdict[bytes, list[PeerId]] = defaultdict(list)  # invitation -> server of each ranking
 
     def record_stage(self, peer: PeerId, stage_index: int) -> None:
         """Record that a server is in a stage, or is to move to it."""
@@ -40,19 +40,19 @@ class StageLots:
         invitation: bytes | None = None,  # number of the server's invitation
         waiting: Collection[PeerId] = (),  # servers that are joining
     ) -> int:
-        """Return the first stage in a server's order, among the stages that need a server most."""
+        """Return the first stage in a server's ranking, among the stages that need a server most."""
         least = min(num_servers)
         needy = [index for index, number in enumerate(num_servers) if number <= least + (least >= _MANY)]
-        # A server's order stays the same, or it could join again and again until it gets the stage that it wants.
-        name = peer if invitation is None else f"{invitation.hex()}/{self._order_index(peer, invitation, waiting)}"
+        # A server's ranking stays the same, or it could join again and again until it gets the stage that it wants.
+        name = peer if invitation is None else f"{invitation.hex()}/{self._ranking_index(peer, invitation, waiting)}"
         drawn = min(needy, key=lambda index: blake3(self._secret + f"{name}/{index}".encode()).digest())
         self._drawn[peer] = drawn
         return drawn
 
-    def _order_index(self, peer: PeerId, invitation: bytes, waiting: Collection[PeerId]) -> int:
-        """Return the index of a server's order among its invitation's orders: an absent peer's order, or a new one.
+    def _ranking_index(self, peer: PeerId, invitation: bytes, waiting: Collection[PeerId]) -> int:
+        """Return the index of a server's ranking among its invitation's: that of an absent peer, or a new one.
 
-        New peer ids cost nothing. If each got a new order, an invited user could try ids until the stage suits.
+        New peer ids cost nothing. If each got a new ranking, an invited user could try ids until the stage suits.
         """
         holders = self._holders[invitation]
         if peer not in holders:

@@ -160,7 +160,7 @@ class LeaseTable:
         return any(peer != trainer for peer in self._waiting) and trainer in self.owed_by(step)
 
     def _answer(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
-        """Grant this batch, or an additional one of another lane; or answer that the batch is passed, or to wait."""
+        """Grant this batch or an additional batch of another lane, or answer that the batch is passed or must wait."""
         granted = step.granted(trainer, request.number)
         if granted is not None:
             return GrantReply(grant=step.as_grant(granted, self._run.manifest.generation))
@@ -178,7 +178,7 @@ class LeaseTable:
         return GrantReply(grant=step.as_grant(lease, self._run.manifest.generation))
 
     def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
-        """Return whether a batch needs no trainer any more. The index after an epoch's last batch means the epoch."""
+        """Return whether a batch needs no trainer any more. The index after the last batch stands for the epoch."""
         window = step.window
         assert window is not None
         plan = window.order.plan(batch[0])

@@ -174,7 +174,7 @@ class OpenStep:
         )
 
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
-        """Restore a batch that its trainer reports to a new coordinator, if a former one can have granted its place."""
+        """Restore a batch that a trainer reports to a new coordinator, if its place is free and was once granted."""
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
         # Former coordinators grant no places beyond this limit. If reports are missing, this coordinator's begin there.
