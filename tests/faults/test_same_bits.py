@@ -226,9 +226,9 @@ def test_a_lie_of_the_last_step_is_likely_found(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(step_audits, "lots", Lots())
     worth, kept = step_audits.is_irreversible, set[int]()
 
-    def is_irreversible(step: int, _: int | None, *, is_kept: bool) -> bool:
-        kept.update({step} if is_kept else ())
-        return worth(step, max_steps, is_kept=is_kept)
+    def is_irreversible(step: int, _: int | None, *, is_snapshot_due: bool) -> bool:
+        kept.update({step} if is_snapshot_due else ())
+        return worth(step, max_steps, is_snapshot_due=is_snapshot_due)
 
     monkeypatch.setattr(step_audits, "is_irreversible", is_irreversible)
     liar = Adversary("peer-3", "scaled_sum", since=NUM_STEPS - 1, strength=1.0001)

@@ -290,6 +290,6 @@ def test_the_leads_own_copy_of_a_model_that_is_not_cut() -> None:
         return Branches()
 
     spoiling = SpoilingItself(kept, 0)
-    with pytest.raises(StepError, match=r"'temperature' from those of 2 of 3 replicas.*It is the lead's own copy"):
+    with pytest.raises(StepError, match=r"'temperature' from those of 2 of 3 replicas.*This is the lead's own copy"):
         train(3, making, callbacks=lambda _: [spoiling], max_steps=20, swarm=WHOLE)
     assert spoiling.done
