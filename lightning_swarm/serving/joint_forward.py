@@ -210,7 +210,7 @@ def _rows(tree: Any, texts: Sequence[GrowingText]) -> list[Any]:
     def split(tree: Any) -> list[Any] | None:
         """Return each text's part; None for a tree without tensors, which all texts share."""
         if isinstance(tree, Tensor):
-            if not tree.ndim or len(tree) not in (1, number):
+            if not tree.ndim or len(tree) not in (1, number):  # as biases of ALiBi ``[rows * heads, 1, keys]``
                 raise CannotJoin("an argument of the blocks does not have one row for each text")
             rows = list(tree.split(1)) if len(tree) == number else [tree] * number
             is_mask = tree.ndim == MASK_DIMENSIONS and tree.shape[-1] == max(lengths)

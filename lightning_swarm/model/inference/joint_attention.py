@@ -137,7 +137,7 @@ def _join_tensors(tensors: Sequence[Any], rows: Sequence[int]) -> Any:
     if first.ndim == 0 or any(len(t) not in (1, num) for t, num in zip(tensors, rows, strict=True)):
         if all(t.shape == first.shape and torch.equal(t, first) for t in tensors):
             return first.clone()
-        raise CannotJoin("tensors without rows differ")
+        raise CannotJoin("tensors without rows differ")  # as biases of ALiBi ``[rows * heads, 1, keys]``
     if all(t.shape[1:] == first.shape[1:] for t in tensors):
         return torch.cat([t.expand(num, *t.shape[1:]) for t, num in zip(tensors, rows, strict=True)])
     if first.ndim == MASK_DIMENSIONS and all(t.shape[1:-1] == first.shape[1:-1] for t in tensors):
