@@ -27,8 +27,8 @@ from tests.parity.test_texts_together import Listener
 from tests.served import LIMITS, ServedSwarm, bytes_tokenizer, make_model
 
 NUM_NEW, CANCELLED = 60, 5
-# Bytes of a server, of which the caches of all texts need half, with one server left in stage 0.
-SESSION_BYTES = {"float64": 4 << 20, "nf4": 6 << 20}
+# Bytes of a server: so few that servers evict caches, however the texts are spread over them.
+SESSION_BYTES = {"float64": 3 << 19, "nf4": 9 << 18}
 KEPT_BYTES = 1 << 20  # of the client
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -155,7 +155,7 @@ def write_all(swarm: ServedSwarm, evicted: list[int], quantize: dict[str, Any], 
     listeners = [Listener(on_tokens.get(number, lambda _: None)) for number in range(16)]
     texts = [endpoint.begin(number, prompts[number], listeners[number]) for number in range(15)]
     endpoint.scheduler.run()
-    assert not faults, "the faults are due"
+    assert not faults, (faults, [listener.ends for listener in listeners])
     assert max(number for _, number in struck.values()) > 1
     assert client.routes.num_replaced >= len(struck)
     assert max(most.values()) <= session_bytes
