@@ -126,6 +126,6 @@ def _report(subjects: Sequence[str], results: Sequence[Mapping[PeerId, str | Non
         say("No peer of the run accepted it, so nothing has changed. Name the address of another peer.")
         return 1
     effect = "may take part again" if is_lifted else "is banned" if len(subjects) == 1 else "are banned"
-    rest = "" if num_accepted == len(errors) else " The other peers receive it from these, or with the next record."
+    rest = "" if num_accepted == len(errors) else " The other peers receive it from there, or with the next record."
     say(f"{names} {effect}: {num_accepted} of {len(errors)} peers accepted it.{rest}")
     return 0

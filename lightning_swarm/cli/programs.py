@@ -1,4 +1,4 @@
-"""The commands that run a user's program: `fit` and the like with a Trainer, `join` and `serve` as another peer."""
+"""The commands that run a user's program: the Trainer's, such as `fit`, and `join` and `serve` for further peers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Classes are named by their import path from the current folder, like my_project.
 
 
 def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
-    """Choose the import tree whose Trainer can run a command line, which may name one of the Trainer `commands`."""
+    """Return the import tree, `lightning.pytorch` or `pytorch_lightning`, of the classes that a command line names."""
     from lightning_swarm.strategy.framework import LIGHTNING, mixed_import, tree_of_class
 
     named: dict[str, Any] = {}
@@ -106,16 +106,16 @@ def _named_in_file(path: str | None, candidates: Sequence[str], commands: Sequen
         content = yaml.safe_load(Path(path or "").read_text())
     except (OSError, ValueError, yaml.YAMLError):  # the real parser reports the error
         return
-    # A file that is named before the command has a section for each command.
-    sections = (_at(content, name) for name in candidates if name in commands)
+    # In `--config FILE fit` the file has a section for each command; in `fit --config FILE` it has only options.
+    sections = (_value_at(content, name) for name in candidates if name in commands)
     section = next((section for section in sections if section is not None), content)
     for name in _CLASSES:
-        value = _at(section, *name.split("."))
+        value = _value_at(section, *name.split("."))
         if value is not None:
-            yield name, _at(value, "class_path") or value
+            yield name, _value_at(value, "class_path") or value
 
 
-def _at(content: Any, *keys: str) -> Any:
+def _value_at(content: Any, *keys: str) -> Any:
     """Return the value in nested mappings; None if a key is missing."""
     for key in keys:
         content = content.get(key) if isinstance(content, Mapping) else None
@@ -148,8 +148,8 @@ def run_trainer() -> int:
     class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
         """Keeps the line breaks of descriptions."""
 
-    tree = cli_module(sys.argv[1:], [*TRAINER_COMMANDS])
-    strategy_path = tree.SwarmCLI.strategy_class.framework.strategy_path
+    cli = cli_module(sys.argv[1:], [*TRAINER_COMMANDS])
+    strategy_path = cli.SwarmCLI.strategy_class.framework.strategy_path
     parsers: dict[str, dict[str, Any]] = {
         name: {
             "exit_on_error": False,
@@ -158,7 +158,7 @@ def run_trainer() -> int:
             "description": line
             + _MODEL_AND_DATA.format(
                 name=name,
-                # Untrained weights are of no use to the other commands.
+                # The other commands need trained weights.
                 weights="" if name == "fit" else " --ckpt_path last.ckpt",
                 note=_NOTES.get(name, ""),
                 strategy=strategy_path,
@@ -168,7 +168,7 @@ def run_trainer() -> int:
     }
     own = {"prog": "lightning-swarm", "formatter_class": Help, "exit_on_error": False}
     try:
-        tree.SwarmCLI(save_config_callback=tree.SaveConfig, parser_kwargs={**own, **parsers})
+        cli.SwarmCLI(save_config_callback=cli.SaveConfig, parser_kwargs={**own, **parsers})
     except argparse.ArgumentError as error:
         name = sys.argv[1] if sys.argv[1] in TRAINER_COMMANDS else "fit"
         lines = [line for line in str(error).splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
@@ -207,9 +207,8 @@ process with exit status 0. If the program has data and the run's lead dies, it 
 trains, and the program continues after it. If its strategy's `role` is "both" or "trainer", it trains beside the lead
 at once, with data of its own, if the run accepts trainers.
 
-On Ctrl-C or SIGTERM it leaves the run: it serves until the next record that can spare it, and ends with exit status 0.
-A second signal ends it at once. With --preemption, a cloud's notice that it takes the machine away does the same as the
-first signal.
+On Ctrl-C or SIGTERM it leaves between two steps, as soon as the run can spare it, and ends with exit status 0.
+A second signal ends it at once. With --preemption, a cloud's notice of preemption has the effect of the first signal.
 """
 
 _SERVE: Final = f"""\

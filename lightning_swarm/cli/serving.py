@@ -39,15 +39,15 @@ Serve a finished model: hold some of its blocks, and compute texts for clients.
     lightning-swarm serve --join ADDRESS --memory 4GB                   with less memory than is free
 
 FOLDER is a model as `save_pretrained` of Hugging Face writes it; `lightning-swarm export` makes one from a checkpoint.
-A server holds as many neighbouring blocks as fit into its memory, where the model is served worst. The weights of each
-block must have the SHA-256 of the weights that the first server read.
+A server holds as many neighbouring blocks as fit into its memory, and chooses the part of the model served worst.
+The weights of each block must have the SHA-256 of the weights that the first server read.
 
 On Ctrl-C or SIGTERM it accepts no new texts, and leaves when the texts in progress are done. A second signal ends it at
 once, and other servers continue these texts.
 """
 
 GENERATE: Final = """\
-Write a text with a served model, token by token, or with a run that trains, between two of its steps.
+Write a text, token by token, with a served model, or with the model of a training run between two of its steps.
 
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Once upon a time"
     lightning-swarm generate 203.0.113.7:31337/12D3... --prompt "Hi" --sample --temperature 0.8 --max-new-tokens 200
@@ -60,7 +60,7 @@ each step's weights write up to 16 more tokens, and training continues in betwee
 The servers see hidden states, from which a prompt can be reconstructed.
 """
 
-_INVITATION_S: Final = 7 * 86400.0  # validity of the printed invitations, as by default in `lightning-swarm invite`
+_INVITATION_S: Final = 7 * 86400.0  # validity of the printed invitations; `lightning-swarm invite` has the same default
 
 _UNITS: Final = {
     "": 1,
@@ -150,7 +150,7 @@ def _serve(chosen: argparse.Namespace) -> int:
 
 
 def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address) -> None:
-    """Print the commands by which further servers and clients take part; at the owner, they contain invitations."""
+    """Print the commands by which further servers and clients take part; the owner's contain invitations."""
     owner = None if entry is None else entry.proof
     if owner is not None and not isinstance(owner, Owner):
         _print_result(f"Others can join here, too, by invitations from the model's owner: --join {address}")
@@ -162,7 +162,7 @@ def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address)
     for_client: list[str] = []
     expires_at_s = time.time() + _INVITATION_S
     if owner is not None:
-        # Served models do not count uses. But in a training run of the same id and owner, each line admits one peer.
+        # Only training runs count uses. If the owner also has a run of this id, each line admits one peer to it.
         invite = partial(owner.invite, uses=1, expires_at_s=expires_at_s)
         for_server, for_client = (["--invite", to_text(invite(role))] for role in (Role.SERVER, Role.TRAINER))
     join = shlex.join(["lightning-swarm", "serve", *options, *for_server, "--join", str(address)])

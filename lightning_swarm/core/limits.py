@@ -45,16 +45,16 @@ class Limits:
             died; the first is taken at the run's first step. Each snapshot copies every stage where it is held and
             sends the copy to one server of another stage. None disables snapshots, and a lost stage ends the run.
         snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
-            two snapshots of each of its own stages, and two of each further stage that it was chosen to keep. All
-            servers together keep at most two snapshots of a stage for each of its servers, and two more.
+            two snapshots of each of its own stages, and two of each further stage that it was chosen to keep. If
+            n servers hold a stage, all servers together keep at most 2 n + 2 snapshots of it.
         revive_timeout: Seconds to wait for a stage without an answering server before the run rolls back, and for a
             lead whose process is silent. Then a peer that has data rolls the run back, and leads it.
         session_bytes: Bytes that a server may keep for inference sessions: caches of keys and values, and outputs to
             replay to a server that replaces another. Beyond this, it drops prefixes of ended texts first, then outputs,
             then unused sessions. A dropped session that continues is recomputed: slower, never different.
         session_idle: Seconds without a step after which a server drops an inference session.
-        step_tokens: Tokens, in all rows together, that one step of an inference session may bring to a server of a
-            served model. A longer step is refused, because other sessions would wait for it too long; `generate`
+        step_tokens: Tokens of all rows together in one step of an inference session, at a server of a served
+            model. A longer step is refused, because other sessions would wait for it too long; `generate`
             cuts longer prompts by itself where the model allows it.
         adapter_bytes: Bytes of adapters that a server may keep for clients who tune a served model. Beyond this, it
             drops the least recently used adapters; clients send them again when needed.

@@ -41,7 +41,7 @@ from lightning_swarm.server.stage_builder import PeerModel
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S: Final = 1.0
+_CHECK_S: Final = 1.0  # interval of checks for dead processes of this machine
 
 
 async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
@@ -83,23 +83,23 @@ class Lead:
     _config: SwarmConfig
     _events: EventLog
     _is_over: Callable[[], bool]  # whether this peer's server knows that the run is over
-    keepers: InitVar[Collection[PeerId]] = ()
+    keepers: InitVar[Collection[PeerId]] = ()  # see `Arrivals.named_keepers`
 
     def __post_init__(self, keepers: Collection[PeerId]) -> None:
         self._transport = self._directory.transport
         self.run: RunState | None = None  # the run that this peer leads, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # stages of this peer's copy of the model
         self._initial_weights: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
-        # Returns the versions at which the trainer's loop could resume. The loop replaces it.
+        # Returns the versions at which the trainer's loop could resume; set by the loop.
         self.versions_kept: Callable[[], Collection[int]] = lambda: ()
-        # Returns how many processes of this machine's peers have ended. A launcher of several peers replaces it.
+        # Returns how many processes of this machine's peers have ended; set by a launcher of several peers.
         self.num_known_dead: Callable[[], int] = lambda: 0
         self._took_over = False  # this peer took over a run that is to roll back
         # From the previous generation, for the next:
         self._former: Manifest | None = None
         self._survivors: Collection[PeerId] | None = None  # servers; None: there was no generation before
         self._other_trainers: Collection[PeerId] = ()  # survivors that train, without this peer
-        self._released: set[PeerId] = set()  # servers of older generations, which may not be in the current one
+        self._released: set[PeerId] = set()  # servers of former generations; the run's end is announced to them, too
         self.addresses: dict[PeerId, Sequence[str]] = {}  # addresses that servers announced when the generation began
         self._arrivals = Arrivals(self._transport, keepers)
         self._standbys = StandbySender(self._transport, self._directory.known_standbys, self._config.limits)
@@ -234,8 +234,8 @@ class Lead:
         num_dead = 0
         while True:
             # Dead processes of this machine are known at once; remote peers must first be silent for a while.
-            for _ in range(max(1, round(limits.silence_timeout / _LOOK_S))):
-                await asyncio.sleep(_LOOK_S)
+            for _ in range(max(1, round(limits.silence_timeout / _CHECK_S))):
+                await asyncio.sleep(_CHECK_S)
                 if self.num_known_dead() > num_dead:
                     break
             num_dead = self.num_known_dead()
@@ -274,7 +274,7 @@ class Lead:
         )
 
     def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
-        """Return those of the versions at which the loops of all other trainers that answer could continue."""
+        """Return the versions, among these, at which all other trainers that answer could resume."""
         if self.run is None:
             others = self._other_trainers
         else:
@@ -294,8 +294,8 @@ class Lead:
             servers = self._runtime.run(failover.release(self._transport, self.run, first_step, timeout=timeout))
             if self._took_over and not has_majority(self.run, servers):
                 raise Unreachable(
-                    f"no majority of the run's {len(self.run.voters)} voters answers, so its former lead may continue "
-                    "it on the other side of a broken link. Start the run again with `ckpt_path`."
+                    f"no majority of the run's {len(self.run.voters)} voters answers, so they may continue it with "
+                    "its former lead, out of this peer's reach. Start the run again with `ckpt_path`."
                 )
             self._took_over = False
             trainers = self.run.trainers
@@ -312,7 +312,7 @@ class Lead:
             await self._standbys.send(self.run, version, pack)
 
     def take_over(self, run: RunState) -> None:
-        """Take over, for a rollback, a run that another peer led; its servers already know this peer as its lead."""
+        """Take over a run from its former lead, to roll it back. Its servers already know this peer as the lead."""
         self.run, self._took_over = run, True
         own, settings = self._config.settings, run.manifest.settings
         differing = [name for name in settings.__struct_fields__ if getattr(own, name) != getattr(settings, name)]
@@ -328,7 +328,7 @@ class Lead:
         self.run, self._took_over = None, False
 
     def why_replaced(self) -> str:
-        """Return why another peer leads the run by now, or may lead it with most voters; empty if neither is so."""
+        """Return why another peer leads the run by now, or may do so out of reach; empty if neither is the case."""
         run, timeout, standbys = self.run, self._config.limits.silence_timeout, set(self._standbys.holding)
         if run is None or not standbys:
             return ""
@@ -339,7 +339,7 @@ class Lead:
         if standbys <= set(alive) or has_majority(run, alive):
             return ""
         return (
-            f"most of the voters do not answer, nor do {sorted(standbys - set(alive))}, which could take the run over. "
+            f"neither most of the voters nor {sorted(standbys - set(alive))}, which could take the run over, answer. "
             "Start this program again with their addresses as `initial_peers`; or, if they are dead, with `ckpt_path`."
         )
 

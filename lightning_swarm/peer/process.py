@@ -36,7 +36,7 @@ _BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
 JOIN: Final = "SWARM_JOIN"  # addresses of peers, a space between them
 LISTEN: Final = "SWARM_LISTEN"
 ANNOUNCE: Final = "SWARM_ANNOUNCE"  # addresses, a space between them; empty: the addresses that this peer listens on
-IDENTITY: Final = "SWARM_IDENTITY"  # key file of the machine's first peer; empty: the one kept for this user and run
+IDENTITY: Final = "SWARM_IDENTITY"  # key file of the machine's first peer; empty: the key kept for this user and run
 ROLE: Final = "SWARM_ROLE"
 INVITE: Final = "SWARM_INVITE_FILE"
 PREEMPTION: Final = "SWARM_PREEMPTION"
@@ -236,7 +236,7 @@ def with_kept_identity(config: SwarmConfig) -> SwarmConfig:
     """Replace an empty `identity_path` by the file of the key that this user keeps for the run."""
     if config.identity_path != "":
         return config
-    # Without invitations no uses are counted, so each start may have a new id.
+    # Only uses of invitations are counted by id, so without invitations each start may have a new id.
     path = keep_identity(owners_folder, config.run_id, PeerStart.of(config)) if config.is_invited else None
     return replace(config, identity_path=path)
 

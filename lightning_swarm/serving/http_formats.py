@@ -1,4 +1,4 @@
-"""Fields of requests for JSON, grammars and tools."""
+"""The fields of a request that set the format of a text, or name tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The format of a text, a field of OpenAI's API."""
+    """The format of a text: `response_format` of OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _NamedSchema | None = None
@@ -27,7 +27,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The grammar of a text, a field of vLLM's API."""
+    """The grammar of a text: `structured_outputs` of vLLM's API."""
 
     json: str | dict[str, Any] | bool | None = None  # schema
     regex: str | None = None

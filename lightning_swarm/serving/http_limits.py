@@ -39,16 +39,16 @@ class Budget:
     def share(self, client: str) -> Iterator[_Grow]:
         """Hold a share within the context. The yielded function enlarges it, or raises RequestError.
 
-        Large amounts of all clients together may not use the last quarter. A client's large amounts may use at most
-        half of what the large amounts of other clients leave of the first three quarters.
+        Large amounts may use three quarters of the bytes. A client's may use at most half of the part of these three
+        quarters that other clients' large amounts leave. Only the first bound holds for an unknown client, `""`.
         """
         total = large = 0
 
         def grow(amount: int, *, is_small: bool) -> None:
             nonlocal total, large
             large_amount = 0 if is_small else amount
-            left = self._max_large - self._large.total() - large_amount
-            is_too_large = large_amount > 0 and left < (self._large[client] + large_amount if client else 0)
+            left = self._max_large - (self._large.total() - self._large[client])  # by other clients
+            is_too_large = large_amount > 0 and self._large[client] + large_amount > (left // 2 if client else left)
             if self._used + amount > self._total or is_too_large:
                 text = f"this endpoint is busy, and holds at most {self._total} bytes of requests. Try again later"
                 raise RequestError(429, text)
@@ -119,4 +119,4 @@ class RequestLimits:
             raise RequestError(429, "this endpoint is busy with other grammars. Try again later") from error
 
     def _lock(self, client: str, pool: object) -> asyncio.Lock:
-        return self._locks.setdefault((client or object(), pool), asyncio.Lock())
+        return self._locks.setdefault((client or object(), pool), asyncio.Lock())  # unknown clients share none

@@ -46,7 +46,7 @@ _ECHO: Final[Mapping[str, Any]] = {
 # Field of a chat -> field of this API, for errors.
 _NAMES: Final = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 _ITEM: Final = frozenset({"id", "status", "type"})  # fields of any item that do not change the text
-_REASONED: Final = ("role", "content", "reasoning_content")  # fields of a message that has only reasoning so far
+_REASONED: Final = ("role", "content", "reasoning_content")  # fields of a message made from a reasoning item alone
 _ROLES: Final = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
@@ -54,7 +54,7 @@ def read_response(body: bytes) -> tuple[Chat, dict[str, Any]]:
     """Read a request as a chat; return it with the fields that the response repeats.
 
     Raises:
-        RequestError: A field is not honoured.
+        RequestError: A field is wrong, unknown or unsupported.
     """
     rest = fields_of(body, _UNSUPPORTED)
     echo = {name: rest.get(name, value) for name, value in _ECHO.items()}
@@ -98,7 +98,7 @@ def _nested(tool: Any, param: str) -> dict[str, Any]:
 
 def _format(text: Any) -> dict[str, Any]:
     """Return the format of the answer in the form of chats."""
-    rest = dict(text) if isinstance(text, dict) else {"": text}
+    rest = dict(text) if isinstance(text, dict) else {"": text}  # refused below
     form = rest.pop("format", None) or {"type": "text"}
     if rest or not isinstance(form, dict):
         raise RequestError(400, f"`text` must have only a `format`, got {short(text)}", param="text")
@@ -149,7 +149,7 @@ def _plain(content: Any) -> Any:
 
 
 class ResponseForm:
-    """The form of a response; implements `Form`. Its events build the items of the whole answer."""
+    """The form of a response; implements `Form`. Its events also build the whole response."""
 
     end_mark = ""  # such streams have no end mark
 

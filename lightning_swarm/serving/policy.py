@@ -13,8 +13,8 @@ _STEPS_BETWEEN_TRIALS: Final = 1024
 _SMOOTHING: Final = 0.2  # weight of the newest step
 _MIN_PART: Final = 16  # tokens of a prompt in one part, while other texts decode
 _FIRST_PART: Final = 32
-_TOO_SHORT: Final = 0.75  # a part that takes less than this share of a step of other texts makes later parts longer
-_TOO_LONG: Final = 1.5  # a part that takes more than this many steps makes later parts shorter
+_TOO_SHORT: Final = 0.75  # parts become longer if a part takes less than this share of a step of other texts
+_TOO_LONG: Final = 1.5  # parts become shorter if a part takes longer than this many steps
 
 
 class Groups:
@@ -36,7 +36,7 @@ class Groups:
         return max(1, min(num_servers, _MAX_GROUPS)) if self.splits else 1
 
     def measure(self, took_s: float, num_texts: int, *, splits: bool) -> None:
-        """Record the duration of a step that began with `splits`, on a route with `num_texts` texts in all groups."""
+        """Record the duration of a step. `num_texts`: of all groups on the route; `splits`: when the step began."""
         if splits != self.splits:  # the step began before the last change
             return
         self._num_steps += 1

@@ -39,7 +39,7 @@ from lightning_swarm.server.out_of_memory import is_out_of_memory
 _MAX_KINDS: Final = 64  # kinds of forwards whose costs are kept
 _MAX_FETCHED: Final = 8  # fetched values of all clients in memory
 _MAX_FETCHED_OF_CLIENT: Final = 2  # one in computation, and the next one in transit
-_SMALL_VALUE: Final = 64 << 20  # bytes that a value may always have; beyond, at most 1 / `_MAX_FETCHED` of the cache
+_SMALL_VALUE: Final = 64 << 20  # bytes allowed for a fetched value, even if 1 / `_MAX_FETCHED` of the cache is less
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class TunedStage:
 
     @contextmanager
     def adapting(self, adapter: Adapter | None, *, drops: bool, kind: Any = None) -> Iterator[None]:
-        """Within the context, on the compute thread, compute with an adapter, and gradients for it.
+        """Let forwards apply an adapter, and backwards return its gradients, on the compute thread within the context.
 
         A sample costs the same in all forwards of a `kind`, so costs are measured once. Backwards have the kind None.
         """
@@ -136,11 +136,11 @@ class TuningHandlers:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the graphs that are kept for backwards."""
+        """Bytes of the kept graphs and results."""
         return self._kept_bytes
 
     def forget_all(self) -> None:
-        """Drop all graphs, because the stages are gone."""
+        """Drop all graphs and results, because the stages are gone."""
         self._kept.clear()
         self._kept_bytes = 0
 
@@ -161,7 +161,7 @@ class TuningHandlers:
         tree, wants_grad = serialization.unflatten(request.structure, message.tensors), request.wants_grad
         if request.source is not None:
             output, wants_grad = await self._fetch(caller, request, request.stage - 1, "forward")
-            tree = (output,), tree
+            tree = (output,), tree  # inputs and extras; the message has only the extras
         inputs, extras = checked_inputs(tree, None)
         leaves = serialization.leaves((inputs, extras))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -223,7 +223,7 @@ class TuningHandlers:
     def _slot(
         self, client: PeerId, request: TuneForward | TuneBackward
     ) -> AbstractAsyncContextManager[None, bool | None]:
-        """Return the context of a call, in which it holds a slot if it fetches a value."""
+        """Return a context that holds a slot for the value that the call fetches, if it fetches one."""
         return nullcontext() if request.source is None else self._slots.held(client)
 
     async def _fetch(
@@ -269,7 +269,7 @@ class TuningHandlers:
     # ------------------------------------------------------------------ kept graphs
 
     def _keep(self, key: _Key, kept: _Kept) -> None:
-        self._drop(key)  # a repeated request for the same call may have ended before
+        self._drop(key)  # the results of an earlier request for the same call
         self._kept[key] = kept
         self._kept_bytes += kept.num_bytes
         while self._kept_bytes > self._limits.cache_bytes and len(self._kept) > 1:  # a single graph may be larger
@@ -294,8 +294,8 @@ class TuningHandlers:
 class FetchSlots:
     """Bounds the fetched values in memory, for each client and for all clients together.
 
-    A request that contains tensors needs no slot, because its bytes are counted before it is read. A request that names
-    a source waits for a slot, and then fetches the value.
+    The transport already bounds the tensors that requests contain. A request that names a source must also fetch a
+    value from there, so it waits for a slot first.
     """
 
     def __init__(self) -> None:

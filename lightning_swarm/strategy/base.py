@@ -32,7 +32,7 @@ from lightning_swarm.strategy.weight_sync import ModuleWeights
 if TYPE_CHECKING:
     _Strategy = Strategy
 else:
-    _Strategy = object  # `written_once` derives `SwarmStrategy` from the Strategy of each import tree
+    _Strategy = object  # at run time, `written_once` adds Lightning's Strategy to the bases of `SwarmStrategy`
 
 
 class MachineLauncher(_Launcher):
@@ -42,7 +42,7 @@ class MachineLauncher(_Launcher):
         super().__init__()
         self._num_peers = num_peers  # on this machine, this process included
         self.local_rank = process.local_rank()  # this process's number among this machine's peers
-        # Id of the newest group of peers that this machine started together, because a run's id may be reused.
+        # Id of the newest launch, in which this machine started its peers together; unlike a run's id, never reused.
         self.launch_id = process.launch_id()
 
     @property
@@ -62,7 +62,7 @@ class StrategyBase(_Strategy):
     config: SwarmConfig
 
     def __init__(self, *args: Any) -> None:
-        self._compiled: dict[str, Any] = {}  # attributes of a compiled module that replace its methods
+        self._compiled: dict[str, Any] = {}  # attributes of a compiled module, such as its compiled `forward`
         super().__init__(*args)
         # Lightning's accelerator connector sets these two.
         self.parallel_devices: list[torch.device] | None = None
@@ -70,8 +70,8 @@ class StrategyBase(_Strategy):
         self.peer: Peer | None = None
         self.initial_weights = InitialWeights()  # makes weights that the module does not hold
         self.ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
-        self.inherited_stages: Sequence[StageManifest] = ()  # the cut of a run that this process took over
-        self.total_steps: int | None = None  # the run's steps; set while a peer without data makes its optimizer
+        self.inherited_stages: Sequence[StageManifest] = ()  # the stages of a run that this process took over
+        self.total_steps: int | None = None  # the lead's number; set only while a peer without data makes its optimizer
         self.has_read_data = False  # a peer that serves has read the data to build the model
         self.data: SharedData | None = None  # set before the run begins
         self.run: SwarmRun | None = None  # the run under way
@@ -83,7 +83,7 @@ class StrategyBase(_Strategy):
         self._num_collectives = 0  # user code's collectives in this call of the Trainer
         self._has_begun = False  # the first batch has begun
         self._in_batches = False  # Lightning is running batches, not making loaders
-        self._former_rank: int | None = None  # `rank_zero_only.rank` from before the run, while the run has replaced it
+        self._former_rank: int | None = None  # during a run: `rank_zero_only.rank` before the run
 
     @property
     def own_module(self) -> LightningModule:
@@ -122,7 +122,7 @@ class StrategyBase(_Strategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        # A child serves at the script's first swarm, which may have fewer devices than the swarm that started it.
+        # A child runs the script anew, and serves in its first swarm, even if a later one with more devices started it.
         return self._devices[self.local_rank % len(self._devices)]
 
     @property
@@ -132,7 +132,7 @@ class StrategyBase(_Strategy):
 
     @property
     def launch_id(self) -> str:
-        """Return the id of this machine's newest peers; empty if they are all in this process."""
+        """Return the id of this machine's newest launch of peers; empty without a launch."""
         return self._launcher.launch_id if isinstance(self._launcher, MachineLauncher) else ""
 
     def paused_access(self) -> AbstractContextManager[None]:
@@ -210,7 +210,7 @@ class StrategyBase(_Strategy):
 
     @property
     def world_size(self) -> int:
-        """Return 1, as in one process; the number of trainers for user code that divides the data itself."""
+        """Return 1, as in one process; to user code that divides the data itself, return the number of trainers."""
         return self.num_trainers if not self.divides_data and is_reading() else 1
 
     @property
@@ -241,7 +241,7 @@ class StrategyBase(_Strategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return `obj`; to user code of trainers that one program started, return the lead's value."""
+        """Return `obj` to Lightning, and the lead's value to user code, if one program started all trainers."""
         return self._lead_value(obj, "broadcast") if is_called_by_user() else obj
 
     @override
@@ -261,7 +261,7 @@ class StrategyBase(_Strategy):
                 self.own_peer.follower.await_event(self.launch_id, "prepare_data")
 
     def _lead_value(self, value: Any, name: str) -> Any:
-        """Return the lead's value of the same collective: its number names it, as all trainers make the same calls."""
+        """Return the lead's value of the collective with the same number, as all trainers make the same calls."""
         trainer = self.own_module.trainer
         # No other trainer is at this call: the lead validates alone, and trainers that wait for `fit` evaluate alone.
         is_alone = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)

@@ -1,4 +1,4 @@
-"""Calls the lead's `on_train_batch_start` also for steps that other trainers fill, if it sets hyperparameters."""
+"""Calls the lead's `on_train_batch_start` also for other trainers' steps, if it sets learning rates or the like."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ _NAMES: Final = frozenset({"param_groups", "optimizers"})  # attributes by which
 class RateHooks:
     """Calls the hook, at the lead of several trainers, for each step whose hyperparameters it has not set yet.
 
-    The plain Trainer calls the hook before every batch. In a swarm the lead may have no batch in a step, or its batch
-    may get a place in a later step than the hook was called for. Only user hooks that set hyperparameters are called.
+    The plain Trainer calls the hook before every batch. In a swarm a step may have no batch of the lead, or the lead's
+    batch moves to a later step after the hook was called. Only user hooks that set hyperparameters are called.
     """
 
     def __init__(self, trainer: Trainer, session: Session, hyperparameters: Callable[[], Any]) -> None:
         self._trainer = trainer
         self._session = session
         self._hyperparameters = hyperparameters
-        self._before: Any = None  # hyperparameters before Lightning's newest call of the hook
+        self._former_values: Any = None  # hyperparameters before Lightning's newest call of the hook
         self._step = 0  # the newest step that the hook was called for
         self._batch: tuple[Any, int] = (None, 0)  # the newest batch and its index
         self._sets_hyperparameters = False  # the hook may set hyperparameters
-        self._start: Override | None = None
+        self._override: Override | None = None  # set if steps may need calls
         if session.is_lead and session.is_shared:
             self._sets_hyperparameters = any(map(_may_set, self._hooks()))
-            self._start = Override(trainer._logger_connector, "on_batch_start", self._begin_batch)
+            self._override = Override(trainer._logger_connector, "on_batch_start", self._begin_batch)
 
     def release(self) -> None:
         """Restore Lightning's method."""
-        if self._start is not None:
-            self._start.remove()
+        if self._override is not None:
+            self._override.remove()
 
     def record_call(self, batch: Any, batch_idx: int) -> None:
         """Record that Lightning has called the hook for this batch."""
-        if self._start is None:
+        if self._override is None:
             return
         self._step = self._session.open_step
-        self._sets_hyperparameters = self._sets_hyperparameters or self._before != self._hyperparameters()
+        self._sets_hyperparameters = self._sets_hyperparameters or self._former_values != self._hyperparameters()
         self._batch = (batch, batch_idx) if self._sets_hyperparameters else (None, 0)  # keep only a batch that is used
 
     def call_for_open_step(self) -> None:
-        """Call the hook, unless it was called for the open step. Must precede the sending of hyperparameters."""
+        """Call the hook, unless it was called for the open step. Must run before hyperparameters are sent."""
         step = self._session.open_step
-        if self._start is None or not self._sets_hyperparameters or step <= self._step:
+        if self._override is None or not self._sets_hyperparameters or step <= self._step:
             return
         self._step = step
         trainer: Any = self._trainer
@@ -71,12 +71,12 @@ class RateHooks:
 
     def _begin_batch(self, *args: Any) -> None:
         """Replace the logger connector's `on_batch_start`, which Lightning calls before the hook."""
-        assert self._start is not None
-        self._start.replaced(*args)
-        self._before = self._hyperparameters()
+        assert self._override is not None
+        self._override.replaced(*args)
+        self._former_values = self._hyperparameters()
 
     def _at_global_step(self, step: int) -> AbstractContextManager[None]:
-        """Return a context in which `global_step` is `step`, although some records may not be counted yet."""
+        """Return a context in which `global_step` is `step`; it may lag behind, until newer records are counted."""
         loop = self._trainer.fit_loop.epoch_loop
         total = loop.automatic_optimization.optim_progress.optimizer.step.total
         return changed(total, completed=total.completed + step - loop.global_step)

@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 # that only the garbage collector frees.
 @dataclass(frozen=True)
 class OutputForm:
-    """The layout of a call's tensors: the output's tensors, then the tensors that its forwards left on modules."""
+    """The layout of a call's tensors: first the output's, then the tensors that the call's forwards left on modules."""
 
     structure: serialization.Structure  # structure of the output
     num_outputs: int  # tensors of the output
@@ -64,7 +64,7 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: PipelineCall, leaf: Tensor, weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Compute the call's outputs. `reaches_weights` uses `leaf` and `weights` in the backward."""
+        """Compute the call's outputs. `leaf` and `weights` only mark the graph, for `reaches_weights`."""
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs, have_gradient = call.forward()
@@ -80,7 +80,7 @@ class PipelineFunction(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         if not counts:
             return (None, None, None, *call.input_gradients(gradients))
-        # Called when the whole backward is over, because until then it may add to the weights' `.grad`.
+        # Set marks at the weights' `.grad` when the whole backward is over, because until then it may add to `.grad`.
         torch.autograd.Variable._execution_engine.queue_callback(call.marks.set_for_step)
         return (None, None, None, *call.backward(gradients))
 
@@ -118,7 +118,7 @@ class PipelineCall:
     def forward(self) -> tuple[Sequence[Tensor], Sequence[bool]]:
         """Return the output's tensors for the whole batch, and which of them have a gradient."""
         announcements, batch = [], self._batch
-        if batch is not None and batch.begin is not None:  # sent together with the first microbatches
+        if batch is not None and batch.begin is not None:  # once a batch, together with the first microbatches
             announcements, batch.begin = [batch.begin()], None
         factory, call = self._factory, self._microbatches
         works = [run.forward() for run in call.runs]
@@ -170,7 +170,7 @@ class PipelineCall:
 
     def count_statistics(self) -> None:
         """Have servers add the call's batch norm statistics, if no backward has added them."""
-        any_trains = self._factory.first_trained < len(self._factory.config.stages)  # otherwise no stage sends receipts
+        any_trains = self._factory.first_trained < len(self._factory.config.stages)  # if not, no server sends receipts
         if self._changes_statistics and any_trains and not self._has_added:
             for run in self._runs:
                 run.prepare_for_statistics()
@@ -200,9 +200,9 @@ class PipelineCall:
         except LeaseRevoked:
             if batch.confirm is None:
                 raise
-            # While this trainer was silent, the servers may have completed the batch, and the step.
+            # While this trainer was silent, servers may have completed the batch. Ask whether it counts.
             self._factory.runtime.run(batch.confirm())
-            return no_gradients  # an armed batch has no layers before the pipeline that need any
+            return no_gradients  # nothing needs them, because batches are armed only if trainers train no layers
         batch.completed += [run.microbatch.key.receipt for run in self._runs]
         return self._join(input_gradients) if first.input_grad else no_gradients
 
@@ -230,7 +230,7 @@ async def _record_accepted(batch: GrantedBatch, receipt: Receipt) -> None:
 
 
 def _stayed_on_servers(what: str) -> Unavailable:
-    """Return the placeholder of a value that a block put into a container of its arguments."""
+    """Return the placeholder for a value that a block put into a list or dict among its arguments."""
     return Unavailable.because(
         f"values that blocks put into lists and dicts of their arguments stay on the servers: {what}. Use the output "
         "of the last block, or have the first block copy the container before it changes it."

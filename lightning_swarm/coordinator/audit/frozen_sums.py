@@ -1,4 +1,4 @@
-"""Checks that frozen sums change only as the coordinator ordered, from one ledger of a step to the next."""
+"""Checks that frozen sums change only as the coordinator ordered, by the ledgers that servers report in a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTHING: Final = frozenset[Receipt]()
 
 
 # If two sums hold the same microbatch, the smaller sum is discarded, and a server is excluded after too many discards.
-# So a server that reported another sum at each freeze could have all other servers of its stage excluded.
+# Without these checks, a server could report another sum at each freeze, and have all others of its stage excluded.
 class FrozenSums:
     """The possible contents of one step's sums after their freeze, in a run with strangers."""
 

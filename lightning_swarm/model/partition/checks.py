@@ -31,7 +31,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
         for part in block.modules()
         if part._parameters or isinstance(part, OptimizedModule)
     }
-    if callable_blocks:  # the swarm replaces the forwards of the blocks themselves
+    if callable_blocks:  # the swarm replaces the blocks' forwards, so blocks may be called
         for block in blocks:
             parts.pop(id(block), None)
     return [part.register_forward_pre_hook(functools.partial(_refuse, id(part))) for part in parts.values()]
@@ -39,7 +39,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 def _refuse(guarded: int, part: nn.Module, _inputs: Any) -> None:
     # In a compiled stage, this check would break the traced graph. Calls of a compiled module are checked before.
-    if not torch.compiler.is_compiling() and id(part) == guarded:  # a copy has another id
+    if not torch.compiler.is_compiling() and id(part) == guarded:  # a copy keeps this hook, but may be called
         raise ConfigError(
             "modules in the pipeline must not be called on their own during a run, because their weights are on the "
             f"servers; got a call of {type(part).__name__}. Call the whole pipelined module. For values without a "

@@ -44,8 +44,8 @@ class Blockwise8Bit(Codec):
         blocks = flat.new_zeros(-(-len(flat) // BLOCK), BLOCK)
         blocks.view(-1)[: len(flat)] = flat
         lowest, highest = blocks.amin(dim=1), blocks.amax(dim=1)
-        # The map has 1 but not -1. If the largest element of a block were a hundredth too small whenever it is
-        # negative, gradients of a cross entropy would be biased, because their largest elements are negative.
+        # The map has 1 but not -1, so without signs a negative largest element would become a hundredth too small. This
+        # would bias gradients of a cross entropy, because their largest elements are negative.
         signs = torch.where(highest < -lowest, -1.0, 1.0)
         # A block whose largest element is subnormal becomes zero, because the inverse of its scale would overflow.
         is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny
@@ -66,7 +66,7 @@ class Blockwise8Bit(Codec):
 
 
 def _bitsandbytes() -> Any:
-    """Import bitsandbytes' functions: late, because that takes seconds; and without its advice to install more."""
+    """Import bitsandbytes' functions late, because the import takes seconds; suppress its advice to install more."""
 
     def is_needed(record: logging.LogRecord) -> bool:  # no codec needs products of 4-bit matrices
         return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")

@@ -26,17 +26,17 @@ from lightning_swarm.server.stage import Stage
 
 
 class AuditedWorkLog(WorkLog):
-    """Keeps the data to recompute microbatches, and digests of their results."""
+    """Keeps the data by which auditors recompute microbatches, and digests of their results."""
 
     def __init__(
         self, membership: RunMembership, sums: GradientSums, borrowed: BorrowedStages, *, max_bytes: int
     ) -> None:
         self._membership, self._sums, self._borrowed = membership, sums, borrowed
-        self._max_bytes = max_bytes  # of memory for kept work
+        self._max_bytes = max_bytes  # memory for the kept work of all stages together
         self._works = WeakKeyDictionary[ReceiptLedger, KeptWorks]()  # dropped with their ledger
 
     def kept_work(self, step: int, stage_index: int, receipt: Receipt) -> KeptWork:
-        """Return the kept work on a microbatch in an open step's sum; raise `ProtocolError` if no sum here holds it."""
+        """Return the kept work on a microbatch in an open step's sum; raise `ProtocolError` if none is kept."""
         works = self._works_of(self._sums.ledger(step, stage_index))
         if receipt not in works:
             raise ProtocolError(f"no work is kept here on microbatch {receipt} of step {step} in stage {stage_index}")
@@ -55,7 +55,7 @@ class AuditedWorkLog(WorkLog):
     @override
     def graph_of(self, stage: Stage, kept: CachedForward, *, adds: bool) -> SavedGraph:
         graph = kept.take_graph()
-        if adds and not kept.output_digest:  # another server computed the forward, or it was dropped
+        if adds and not kept.output_digest:  # the forward is not kept here any more, or never was
             forward = stage.computation.forward(kept.call)
             graph, kept.output_digest = forward.graph, output_digest(forward)
         return graph or stage.computation.graph(kept.call)
@@ -68,7 +68,7 @@ class AuditedWorkLog(WorkLog):
         work = KeptWork.of(kept.call, kept.output_digest, gradients, input_gradients, is_first=is_first)
 
         def keep(ledger: ReceiptLedger) -> None:
-            if not ledger.holds(receipt):
+            if not ledger.holds(receipt):  # a repeated backward adds nothing, so its work does not count
                 self._works_of(ledger).keep(receipt, work)
 
         return keep
@@ -87,7 +87,7 @@ class AuditedWorkLog(WorkLog):
 
     @override
     def borrows(self, key: CallKey, stage_index: int) -> bool:
-        # A trainer sends a probe to the coordinator, even for a stage that the coordinator does not hold.
+        # Trainers compare the output of a probe. The coordinator computes probes even of stages that it does not hold.
         run = self._membership.run
         run.check_generation(key.generation)
         is_valid = key.is_probe and not key.weights and stage_index < len(run.rosters)

@@ -128,7 +128,7 @@ class LayersOfStage:
 
     @contextlib.contextmanager
     def adapted(self, adapter: Adapter | None, *, drops: bool) -> Iterator[None]:
-        """In this context, add the adapter's low-rank products to the outputs of its layers."""
+        """In this context, add the adapter's low-rank products to the outputs of its layers; `drops`: with dropout."""
         with contextlib.ExitStack() as hooks:
             for layer, added in self._added(adapter, drops=drops).items():
                 hooks.callback(layer.register_forward_hook(added).remove)
@@ -212,7 +212,7 @@ class _AddedByRows:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         hidden = args[0]
-        # An expert's input has its rows sorted by expert, so they are not the texts' rows, even if there are as many.
+        # The rows of an expert's input are sorted by expert, not by text, even if there are as many.
         if hidden.ndim < _LEAST_DIMENSIONS or len(hidden) != self.num_rows:
             raise CannotJoin("texts with adapters share a forward only if layers get inputs [rows, tokens, ...]")
         output = output.clone()

@@ -54,11 +54,11 @@ class StageSession:
     computing: asyncio.Lock = field(default_factory=asyncio.Lock)
     replaying: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while a replacement server gets all outputs
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # notified when a step has progressed
-    waiting: Counter[int] = field(default_factory=Counter)  # step -> copies of it that wait for earlier steps
-    num_repeated: int = 0  # outputs that are being sent again
+    waiting: Counter[int] = field(default_factory=Counter)  # step -> how often it waits; a step may be sent again
+    num_repeated: int = 0  # repetitions of outputs that are under way at the moment
 
     def follow(self, attempt: int, route: list[PeerId], resume: int) -> None:
-        """Adopt a route, perhaps the present one: outputs from step `resume` on are sent along it."""
+        """Adopt a route, which may be the present one, for outputs from step `resume` on."""
         if len(route) != len(self.route):
             raise ProtocolError(f"a route must have a server for each of {len(self.route)} stages, got {len(route)}")
         self.attempt, self.route, self.resume = attempt, route, resume
@@ -74,8 +74,8 @@ class StageSession:
         return self.computed < self.accepted or now_s() < self.used_s + _ACTIVE_S
 
     def accepts(self, number: int) -> bool:
-        """Return whether a step was accepted, or is next while fewer than `WINDOW` steps wait to be computed."""
-        return number <= self.accepted + 1 and (number <= self.accepted or self.accepted < self.computed + WINDOW)
+        """Return whether a step was accepted, or is the next one and fewer than `WINDOW` steps wait to be computed."""
+        return number <= self.accepted or (number == self.accepted + 1 and self.accepted < self.computed + WINDOW)
 
     async def notify(self) -> None:
         """Wake the steps that wait for earlier steps, or for the end of the session."""
@@ -85,7 +85,7 @@ class StageSession:
     def keep(self, number: int, kept: KeptOutput) -> None:
         """Keep the output of a step."""
         if kept.step.operations:
-            self.first_state = number
+            self.first_state = number  # its operations changed the cache, and cannot be undone
         self.lengths.append(kept.length or 0)
         self.kept[number] = kept
         self.kept_bytes += kept.num_bytes

@@ -96,7 +96,7 @@ def test_a_peer_that_heeds_only_a_part_is_named(
     assert call(monkeypatch, "ban", PEER, "--invitation") == 0
     err = capsys.readouterr().err
     assert "did not accept it: it is older" in err
-    assert "1 of 2 peers accepted it. The other peers receive it from these, or with the next record." in err
+    assert "1 of 2 peers accepted it. The other peers receive it from there, or with the next record." in err
 
 
 def test_a_peer_that_the_run_never_saw_is_banned_with_a_warning(
