@@ -169,10 +169,10 @@ class StepClient:
         if self.generation.reserved is not None:
             (grant, _), self.generation.reserved = self.generation.reserved, None
             with contextlib.suppress(LeaseRevoked):
-                await self._record_and_send(replaced(self._report_for(grant), withdrawn=True))
+                await self._journal_and_send(replaced(self._report_for(grant), withdrawn=True))
 
     async def _take_reserved(self, num_samples: int, gradient_scale: float) -> Grant | None:
-        """Return the reserved place if it fits such a batch; otherwise release it."""
+        """Return the reserved place if it is in the open step and has this size and scale; otherwise release it."""
         if self.generation.reserved is None:
             return None
         grant, request = self.generation.reserved
@@ -244,7 +244,7 @@ class StepClient:
     ) -> bool:
         """Report a finished batch; return True if its step closes now. `LeaseRevoked`: the batch was struck."""
         # `BatchDone` explains the arguments; only the lead may pass `close` and `total_weight`.
-        ends = (
+        end_request = (
             self._record_request(self.open_step, decided=False)
             if ahead is not None and ahead.wait_for_step_end
             else None
@@ -254,21 +254,21 @@ class StepClient:
             serial = self.next_serial()
             following = self.generation.grant_request(serial, ahead.num_samples, ahead.gradient_scale)
         report = self._report(lease, completed, logs)
-        return await self._record_and_send(
-            replaced(report, close=close, total_weight=total_weight, ends=ends, following=following)
+        return await self._journal_and_send(
+            replaced(report, close=close, total_weight=total_weight, ends=end_request, following=following)
         )
 
     async def withdraw(self, lease: int, *, begun: bool = False, dropped: bool = False) -> bool:
         """Report a batch that must not count; return True if its step closes now. See `BatchDone` for the arguments."""
-        return await self._record_and_send(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
+        return await self._journal_and_send(replaced(self._report(lease), withdrawn=True, begun=begun, dropped=dropped))
 
     async def close(self, *, total_weight: float | None = None) -> bool:
         """At the lead: ask to close the open step with its present batches; return True if it closes now."""
-        return await self._record_and_send(replaced(self._report(), close=True, total_weight=total_weight))
+        return await self._journal_and_send(replaced(self._report(), close=True, total_weight=total_weight))
 
     async def report_events(self) -> None:
         """Report this trainer's new events to the coordinator, which forwards them to the lead."""
-        await self._record_and_send(self._report())
+        await self._journal_and_send(self._report())
 
     def _report(
         self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
@@ -295,8 +295,8 @@ class StepClient:
         report = self._report(grant.lease, completed, logs)
         return replaced(report, step=grant.step, first=grant.first, generation=grant.generation)
 
-    async def _record_and_send(self, report: BatchDone) -> bool:
-        """Record a report in the journal, and send it; return whether its step closes now."""
+    async def _journal_and_send(self, report: BatchDone) -> bool:
+        """Enter a report in the journal, and send it; return whether its step closes now."""
         self._journal.note_done(report)
         self.generation.step_ended = None
         return await self._send_report(report)
@@ -311,8 +311,8 @@ class StepClient:
                 generation.journal.note_withdrawn(report.step, report.lease)
             raise
         generation.imminent_step = generation.imminent_step if reply.imminent is None else reply.imminent
-        # If the step closes, `reply.ended` answers the request `report.ends`. Otherwise it carries the record of the
-        # late step with the number `reply.imminent`.
+        # If the step closes, `reply.ended` answers `report.ends`, the request to wait for the step's end. If the step
+        # stays open, it may bring the record of the late step `reply.imminent`.
         if reply.ended is not None and reply.closing:
             has_ended = await self._apply_reply(report.step, reply.ended, decided=False)
             if has_ended is None:
@@ -328,7 +328,7 @@ class StepClient:
 
     async def report_revoked(self, lease: int) -> None:
         """Report a batch that a server or the coordinator reported as struck, before it runs again in another place."""
-        # A former coordinator may have granted its place, and the current coordinator may wait for the batch.
+        # The current coordinator may wait for the batch, even if another coordinator granted its place.
         await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
@@ -351,7 +351,7 @@ class StepClient:
                 return has_ended
 
     async def _apply_reply(self, step: int, reply: RecordReply, *, decided: bool) -> bool | None:
-        """Apply a reply's record; return True if the step has ended, False if it reopened, None if it still closes."""
+        """Apply a reply's record. Return True if the step has ended, False if it reopened, None if it is closing."""
         generation = self.generation
         if reply.record is not None:
             generation.newest_record = reply.record
@@ -399,7 +399,7 @@ class StepClient:
         self.num_samples += record.closing.num_samples
         for step in [step for step in generation.hyperparameters if step <= record.step]:
             del generation.hyperparameters[step]
-        self.events.learn(reply.noted)  # later replies omit them, because this trainer then knows the record
+        self.events.learn(reply.noted)  # once this trainer knows the record, replies omit these counts
         metrics: list[Metrics] = []
         generation.records.append(DecidedRecord(record, reply.logs, metrics))  # kept even if the rest fails
         # A finished batch may still be struck: its gradients were lost and could not be computed again, or a new
@@ -446,7 +446,7 @@ class StepClient:
         await self._call(rpc.RENEW, None)
 
     async def retire(self, reason: str) -> None:
-        """Not at the lead: stop training; return once a record removes this trainer, or if it is in the run no more."""
+        """Not at the lead: stop training; return once this trainer is no longer a trainer of the run."""
         request = RetireRequest(reason=reason[:_MAX_REASON])
         with contextlib.suppress(NotEnlisted):
             while not (await self._coordinator.call(rpc.RETIRE, request)).retired:

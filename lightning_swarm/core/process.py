@@ -96,7 +96,7 @@ def collect_as_usual() -> None:
 _OLDEST: Final = 2  # generation of the garbage collector
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt, from <malloc.h>
 _ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads besides the main one get memory in such pieces
-# The largest mmap threshold that glibc before 2.35 accepts, and the largest that any version sets by itself.
+# The largest mmap threshold that glibc before 2.35 accepts. No version sets a larger one by itself.
 _OLD_MAX_BYTES: Final = 32 << 20
 _KEPT_BYTES: Final = 1 << 30  # free memory that the main heap may keep
 
@@ -116,7 +116,6 @@ def release_free_memory() -> None:
 class ProcessSettings:
     """Changes this process's garbage collection, its limit of open files and, with `keeps_memory`, glibc's limits."""
 
-    # `close` keeps the limit of open files, because other code may have opened more by then.
     def __init__(self, *, keeps_memory: bool) -> None:
         self._froze = False
         with contextlib.suppress(OSError, ValueError):  # some hard limits cannot be set as soft limits
@@ -130,6 +129,7 @@ class ProcessSettings:
 
     def close(self) -> None:
         """Undo the changes, and return free memory to the kernel."""
+        # The limit of open files stays, because other code may have opened more by then.
         gc.callbacks.remove(self._freeze)
         if self._froze:
             gc.unfreeze()
@@ -152,7 +152,7 @@ class ProcessSettings:
         """Set glibc's thresholds, and return whether it accepts them."""
         # A block of `mmap_bytes` or more gets its own mapping, which returns to the kernel when the block is freed.
         # `trim_bytes` may be free at the end of the main heap. Each request to the kernel asks for `pad_bytes` more
-        # than needed, and a thread's piece of memory stays while less than that would be left.
+        # than needed, and an empty piece of a thread's memory is kept if without it less than that would be free.
         # The mmap threshold comes first: only it may be refused, and setting any of them ends glibc's own adjustment.
         if self._libc is None or not self._libc.mallopt(_MMAP_THRESHOLD, mmap_bytes):
             return False

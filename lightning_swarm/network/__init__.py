@@ -22,7 +22,7 @@ MAX_CALL_BYTES = 1 << 20
 """Longest body of a call or of its answer. Calls share a stream, and a long body would delay other calls."""
 
 SMALL_BYTES = 64 << 10
-"""Most tensor bytes of a message on the stream of the calls. A larger message would delay the calls."""
+"""Most tensor bytes of a message that shares the stream of the calls. A larger message would delay the calls."""
 
 MAX_STREAM_BYTES = 8 << 30
 """Default cap on the bytes of all tensors of one message. It is checked before memory is allocated."""
@@ -42,7 +42,7 @@ class Message:
 
 
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
-"""``(caller, body) -> body``. The caller is authenticated. A `SwarmError` is sent back by its name."""
+"""``(caller, body) -> body``. The caller is authenticated. A `SwarmError` is raised again at the caller."""
 
 StreamHandler = Callable[[PeerId, Message], Awaitable[Message]]
 """``(caller, message) -> message``, both with tensors."""
@@ -117,7 +117,7 @@ class Transport(ABC):
     traffic: Traffic
     links: LinkEstimates
     on_refused: Callable[[int], None]
-    """Called with the number of requests refused since the last call because certificates did not permit them."""
+    """Called with the number of requests that were refused for lack of a permit since the last time it was called."""
 
     @property
     @abstractmethod
@@ -133,8 +133,8 @@ class Transport(ABC):
         self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES, admit: Admit | None = None
     ) -> None:
         """Answer the streams of `method`. Requests with more tensor bytes than `max_bytes` are refused unread."""
-        # Requests of callers that `admit` refuses are refused unread, too. Without `admit`, each caller may have fewer
-        # bytes under way.
+        # Requests of callers that `admit` refuses are refused unread, too. Without `admit`, fewer bytes of each
+        # caller may be under way.
 
     @abstractmethod
     async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:

@@ -1,4 +1,4 @@
-"""Private keys of joining peers, kept per run and user, so that a restart does not use an invitation once more."""
+"""Private keys of joining peers, kept per run and user, so that a restarted peer does not use its invitation again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PeerStart(Struct, frozen=True):
     def of(cls, config: SwarmConfig) -> PeerStart:
         """Describe the start of this process."""
         invitation = _digest_of_file(config.invite)
-        # A descriptor's number does not identify the file, because `join --invite -` has another number at each start.
+        # `join --invite -` passes the invitation as a descriptor, whose number differs from start to start.
         name = invitation if (config.invite or "").startswith("/dev/fd/") else config.invite or ""
         command = hashlib.sha256("\0".join([name, *sys.argv]).encode(errors="surrogateescape")).hexdigest()
         try:

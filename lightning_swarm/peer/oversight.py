@@ -1,6 +1,6 @@
 """Plugs audits into a peer that trains, serves or coordinates in a run with strangers; other runs import no audit code.
 
-The base classes `ResultCheck`, `Oversight` and `RunOversight` are the interfaces, and accept all work.
+Other runs use `ResultCheck` (trainer), `Oversight` (server) and `RunOversight` (coordinator), which accept all work.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def oversee_results(context: PipelineContext, run: RunState, *, max_in_flight: i
         from lightning_swarm.client.audit.sender import AuditSender
 
         context.results = CheckedResults(lambda: run.coordinator)
-        AuditSender(context, run, max_in_flight=max_in_flight)  # the transport, which gets its handlers, keeps it alive
+        AuditSender(context, run, max_in_flight=max_in_flight)  # kept alive by the handlers that it registers
 
 
 def overseer(
     context: ServerContext, steps: StepHandlers, model: Callable[[], PeerModel]
 ) -> Callable[[RunSettings], Oversight]:
-    """Return a function that returns the audit hooks for a run's settings; without audits, audit calls are refused."""
+    """Return a function from a run's settings to its audit hooks; outside of audited runs, audit calls are refused."""
     max_bytes = context.limits.max_message_bytes
-    role = TaskTransport(
+    audit_transport = TaskTransport(
         context.transport,
         [rpc.SKETCH.name, rpc.FINDINGS.name, rpc.PROJECT.name, rpc.EXAMINE.name],
         {rpc.AUDIT.name: max_bytes, rpc.REPLACE_MEAN.name: max_bytes, rpc.KEPT_WORK.name: 0, rpc.VECTOR.name: 0},
@@ -63,8 +63,8 @@ def overseer(
 
         borrowed = BorrowedStages(context, steps, model)
         work = AuditedWorkLog(context.membership, steps.sums, borrowed, max_bytes=context.limits.cache_bytes)
-        AuditHandlers(context, steps, borrowed, work, role)
-        MeanChecks(context, steps, role)
+        AuditHandlers(context, steps, borrowed, work, audit_transport)
+        MeanChecks(context, steps, audit_transport)
         return Oversight(work, AuditedRoundLog(context.membership), AuditedJoinChecks(context, steps), RunAudits.after)
 
     return lambda settings: audited() if settings.has_strangers else NO_OVERSIGHT

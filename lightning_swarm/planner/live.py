@@ -32,7 +32,7 @@ class LiveSwarm:
     model: ModelProfile  # assumes equal blocks in a stage, and unencoded tensors
     compression: Compression  # compression in the real run
     machines: tuple[Machine, ...]  # the servers whose rate is known, the lead first
-    now: Now  # its setting is the newest step's; None: no step was decided since the asked peers joined
+    now: Now  # its setting is of the newest step, or None if no step was decided since the asked peers joined
 
 
 def read_swarm(
@@ -100,23 +100,23 @@ def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
     return counted if any(counted) else [6.0 * stage.num_parameters for stage, _ in stages]
 
 
-def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], around: int) -> ModelProfile:
-    """Divide each stage into equal blocks; only its last block has the measured output."""
+def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], num_around: int) -> ModelProfile:
+    """Divide each stage into equal blocks. `num_around` counts the parameters of layers in no stage."""
     blocks: list[BlockProfile] = []
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
         is_last_stage = index == len(stages) - 1
         # All blocks of a stage but the last get the size of the activation at one of its ends. The last stage's output
         # and the first stage's input are often loss values or tokens instead of activations.
         at_input = (costs.input_bytes, costs.input_number_bytes)
-        inside = (costs.output_bytes, costs.output_number_bytes)
+        inner_output = (costs.output_bytes, costs.output_number_bytes)
         if is_last_stage:
-            inside = max(at_input, inside) if index == 0 else at_input
+            inner_output = max(at_input, inner_output) if index == 0 else at_input
         inner_block = BlockProfile(
             parameters=stage.num_parameters // stage.num_blocks,
             flop=flop / stage.num_blocks,
-            output_bytes=inside[0],
+            output_bytes=inner_output[0],
             graph_bytes=costs.graph_bytes // stage.num_blocks,
-            number_bytes=inside[1],
+            number_bytes=inner_output[1],
         )
         last_block = replace(
             inner_block,
@@ -131,7 +131,7 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
         input_bytes=first.input_bytes,
         input_gradient=first.gradient_bytes > 0,
         extra_bytes=sum(costs.extra_bytes for _, costs in stages),
-        around=BlockProfile(parameters=around, flop=0.0, output_bytes=0, graph_bytes=0),
+        around=BlockProfile(parameters=num_around, flop=0.0, output_bytes=0, graph_bytes=0),
         weight_bytes=max(stage.weight_bytes for stage, _ in stages),
         input_number_bytes=first.input_number_bytes,
     )
@@ -169,7 +169,7 @@ def _computing_s(stage: HeldStage, server: ServerReport) -> float:
 
 _UNKNOWN_MEMORY_BYTES: Final = 1e18  # memory that limits nothing
 _FASTEST_BYTES_PER_S: Final = 1e12  # upper bound on the rate of a link
-_MAX_TIME_RATIO: Final = 8.0  # of an exchange's whole duration to the part in which bytes were sent
+_MAX_TIME_RATIO: Final = 8.0  # largest ratio of an exchange's duration to the time in which bytes were sent
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, link: _LinkUsage, assumed: AssumedRates) -> Machine:

@@ -18,7 +18,7 @@ from lightning_swarm.protocol.rpc import BAN
 from lightning_swarm.trust.certificates import SignedBan, decode
 
 MAX_BANS: Final = 128
-"""Most peers and invitations that a run's owner may ban, lifted bans included; a `RunView` lists each ban twice."""
+"""Most bans in a run, lifted bans included, so that a `RunView`, which lists each ban twice, fits into a call."""
 
 _FORWARD_TIMEOUT_S: Final = 10.0
 

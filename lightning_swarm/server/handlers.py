@@ -98,8 +98,8 @@ class ComputeHandlers:
     async def _handle_forward(self, caller: PeerId, request: ForwardRequest, message: Message) -> None:
         self._sums.check_own_batches(caller)
         key, index = request.key, request.stage_index
-        log = self._membership.oversight.work
-        stage = None if log.borrows(key, index) else self._checked_stage(key, index)  # None: borrow it later
+        work_log = self._membership.oversight.work
+        stage = None if work_log.borrows(key, index) else self._checked_stage(key, index)  # None: `_forward` borrows it
         own_inputs = checked_inputs(serialization.unflatten(request.structure, message.tensors), request.source)
         name = key.name(index, "forward", caller)
         tasks = self.under_way.tasks
@@ -109,8 +109,8 @@ class ComputeHandlers:
 
     async def _forward(self, name: str, stage: Stage | None, request: ForwardRequest, own_inputs: _Inputs) -> None:
         """Compute a forward, keep it if its backward may come, and fulfil the ticket of its output."""
-        key, log = request.key, self._membership.oversight.work
-        stage = stage or await log.borrowed(request.stage_index, self._computes_on(key))
+        key, work_log = request.key, self._membership.oversight.work
+        stage = stage or await work_log.borrowed(request.stage_index, self._computes_on(key))
         call, input_reports = await self._forward_call(stage, request, request.source, own_inputs)
         version = self._computes_on(key)
         await self._steps.wait_for_version(version)
@@ -124,7 +124,7 @@ class ComputeHandlers:
                 result = stage.computation.forward(call)
             kept = CachedForward(call, graph=result.graph, graph_bytes=result.graph_bytes)
             if keep:
-                log.note_output(kept, result)
+                work_log.note_output(kept, result)
                 self.graphs.enter(kept)
             result.graph = None  # only `kept` may refer to it
             return result, kept
@@ -190,8 +190,8 @@ class ComputeHandlers:
         forward_inputs: _Inputs | None,  # set if the request has the forward's inputs
     ) -> None:
         """Compute a backward, add its gradients once if asked to, and fulfil the ticket of the input's gradient."""
-        key, log = request.key, self._membership.oversight.work
-        # First the forward: its input can be fetched again if this fails, but the gradient is sent only once.
+        key, work_log = request.key, self._membership.oversight.work
+        # Fetch the forward's input before the gradient: after a failure, only the input can be fetched again.
         kept = await self._kept_forward(trainer, stage, request, forward_inputs)
         gradient_reports: tuple[StageReport, ...] = ()
         if request.source is not None:
@@ -209,10 +209,10 @@ class ComputeHandlers:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
-                graph = log.graph_of(stage, kept, adds=request.accumulate)
+                graph = work_log.graph_of(stage, kept, adds=request.accumulate)
                 input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, request.mode)
             if request.accumulate:
-                keep = log.keep_function(stage, key.receipt, kept, gradients, input_gradients)
+                keep = work_log.keep_function(stage, key.receipt, kept, gradients, input_gradients)
                 receipt = self._sums.add(stage, key, parameter_gradients, origin, graph.batch_statistics, keep)
             synchronize(stage.device)  # the call's time includes its kernels
             return input_gradients
@@ -305,7 +305,7 @@ class ComputeHandlers:
             raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
         except SwarmError as error:
             missing = GradientMissing if gradient else InputMissing
-            reason, *_ = str(error).splitlines() or [""]  # without the traceback, which the trainer fetches there
+            reason, *_ = str(error).splitlines() or [""]  # the trainer fetches the traceback from the same peer
             raise missing(f"{source.name} did not come from {source.peer_id}: {reason}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
@@ -328,10 +328,10 @@ class ComputeHandlers:
             try:
                 return await self._executor.submit(FIRST, run_alone)
             except Exception as error:
-                await self._note_refusal(stage, priority[1], error)  # `priority_of` has the step as its second number
+                await self._note_out_of_memory(stage, priority[1], error)  # `priority[1]` is the step
                 raise
 
-    async def _note_refusal(self, stage: Stage, step: int, error: Exception) -> None:
+    async def _note_out_of_memory(self, stage: Stage, step: int, error: Exception) -> None:
         """Report that memory ran out even for a single microbatch, and free the objects that the error keeps alive."""
         if is_out_of_memory(error):
             await self._executor.submit(FIRST, lambda: free_memory(error, stage.device))

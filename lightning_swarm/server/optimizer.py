@@ -41,7 +41,7 @@ class StageOptimizer:
             self._stepped = {name: _copied(parameter, offload=offload) for name, parameter in parameters.items()}
         self.offloads = offload
         self._clip_value = clip_value  # each element of a gradient is clamped to this range
-        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # set by steps, per group
+        self._written: list[dict[str, Any]] = [{} for _ in self.torch_optimizer.param_groups]  # values written by steps
         if self._stepped is not self._own:
             copy_overrides(self.torch_optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
         initial = dict(self.torch_optimizer.state)  # some optimizers have state before their first step
@@ -59,7 +59,7 @@ class StageOptimizer:
             group["params"] = [each for name, each in self._stepped.items() if selection.groups.get(name) == index]
 
     def incompatible(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the hyperparameters that cannot replace the present values, of the first group that has some."""
+        """Return the hyperparameters of the first incompatible group that cannot replace its present values."""
         groups = zip(self.torch_optimizer.param_groups, self._written, hyperparameters, strict=False)
         for group, written, values in groups:  # hyperparameters that steps wrote are not replaced
             new = {key: value for key, value in values.items() if key not in written}
@@ -111,7 +111,7 @@ class StageOptimizer:
                     self._own[name].data = self._stepped[name].data  # some optimizers replace a parameter's memory
 
     def _make_contiguous(self) -> None:
-        """Lay out state as joiners do, which receive only bytes: rounding of matrix products depends on the layout."""
+        """Lay out state as joiners do, which receive only bytes: the layout affects the rounding of matrix products."""
         for parameter, state in self.torch_optimizer.state.items():
             for tensor in serialization.leaves(dict(state)):
                 if isinstance(tensor, Tensor) and not _is_laid_out(tensor, parameter):
@@ -128,7 +128,7 @@ class StageOptimizer:
                 self._stepped[name].data = self._own[name].data
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return each parameter's state, if any: trees of tensors, not copied, and numbers."""
+        """Return each parameter's state, if any: trees of tensors, not copied, and numbers; `GROUP` has its group's."""
         states, groups = self.torch_optimizer.state, zip(self.torch_optimizer.param_groups, self._written, strict=True)
         written = {id(each): {GROUP: dict(values)} for group, values in groups if values for each in group["params"]}
         merged = {name: {**states.get(each, {}), **written.get(id(each), {})} for name, each in self._stepped.items()}
@@ -153,7 +153,7 @@ class StageOptimizer:
             group, written = groups.get(id(parameter), ({}, {}))
             loaded = dict(state.get(name, {}))
             written.update({key: value for key, value in loaded.pop(GROUP, {}).items() if _is_written(key, value)})
-            if loaded or (name in state and GROUP not in state[name]):
+            if loaded or (name in state and GROUP not in state[name]):  # an empty state is one, too
                 self.torch_optimizer.state[parameter] = _placed(loaded, parameter, group)
 
     def share(self, other: StageOptimizer) -> None:

@@ -50,7 +50,7 @@ class KeptTexts:
         self._lock = threading.Lock()
 
     def keep(self, session: InferenceSession, tokens: Tensor, scope: Hashable = "") -> None:
-        """Keep a text, unless it has several rows, draws random numbers, or changes its cache by other operations."""
+        """Keep a text, unless it has several rows, draws random numbers, or changes its cache by `crop` or the like."""
         ends = [*itertools.accumulate(step.num_tokens for step in session.log)]
         if not ends or not self.min_tokens <= ends[-1] <= len(tokens) or session.recipe is None:
             return
@@ -60,7 +60,7 @@ class KeptTexts:
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         with self._lock:
             self._forget(session.id)
-            if all(layer.kind == "full" for layer in session.recipe.layers or ()):
+            if all(layer.kind == "full" for layer in session.recipe.layers or ()):  # servers can cut such caches
                 self._drop_prefixes_of(session)
             self._texts[session.id] = KeptText(tokens[: ends[-1]].cpu().clone(), scope, session, ends, num_bytes)
             self._num_bytes += num_bytes
@@ -75,8 +75,8 @@ class KeptTexts:
     def _drop_prefixes_of(self, session: InferenceSession) -> None:
         """Drop texts that are prefixes of a session's text, as its servers do."""
         for text in [*self._texts.values()]:
-            number = len(text.ends)
-            if number <= len(session.log) and text.session.log[number - 1] is session.log[number - 1]:
+            num_steps = len(text.ends)
+            if num_steps <= len(session.log) and text.session.log[num_steps - 1] is session.log[num_steps - 1]:
                 self._forget(text.session.id)
 
     def find(
@@ -86,16 +86,16 @@ class KeptTexts:
 
         The prefix never includes the prompt's last token, because its output must be computed for the first new token.
         """
-        best: tuple[int, KeptText, int] | None = None
+        best: tuple[int, KeptText, int] | None = None  # length of the prefix, its text, its number of steps
         with self._lock:
             wanted = scope, exact, names_of(adapters)
             for text in reversed(self._texts.values()):
                 if (text.scope, text.session.exact, names_of(text.session.adapters)) != wanted:
                     continue
-                number = bisect_right(text.ends, num_common(text.tokens, tokens[:-1]))
-                length = text.ends[number - 1] if number else 0
+                num_steps = bisect_right(text.ends, num_common(text.tokens, tokens[:-1]))
+                length = text.ends[num_steps - 1] if num_steps else 0
                 if length >= max(self.min_tokens, best[0] + 1 if best else 0):
-                    best = length, text, number
+                    best = length, text, num_steps
             if best is not None:
                 self._texts.move_to_end(best[1].session.id)
         return None if best is None else best[1:]
@@ -111,17 +111,17 @@ def num_common(first: Tensor, second: Tensor) -> int:
 async def branch(session: InferenceSession, routes: SessionRoutes, source: InferenceSession | None) -> int:
     """Ask servers to begin a session with the longest prefix of its log that they keep; return its number of steps.
 
-    If `source` is given, a session of this client that began with the whole log, the prefix is the whole log. Otherwise
-    it may be any prefix of the log that a session of any client shares. A failure never ends a text: if servers do not
-    answer, no prefix is used.
+    `source` is a session of this client that began with the whole log, so the prefix is the whole log. Without it, the
+    prefix may be any part of the log with which a session of any client began. If servers do not answer, no prefix is
+    used, and no error is raised.
     """
     source_route = () if source is None else source.route
     route = routes.begin(1, source_route)
-    count, number = len(session.log), 0
+    num_steps, num_kept = len(session.log), 0
     digests = [] if source is not None else _digests(session)
     # All prefixes of the log, or if there are too many, some that are evenly spaced.
-    numbers = [count] if source is not None else sorted({-(-count * part // MAX_PREFIXES) for part in _PARTS})
-    if source is None or route == [*source_route]:
+    numbers = [num_steps] if source is not None else sorted({-(-num_steps * part // MAX_PREFIXES) for part in _PARTS})
+    if source is None or route == [*source_route]:  # other servers have no caches of `source`
         request = SessionBranch(
             session=session.id,
             client=routes.transport.peer_id,
@@ -130,16 +130,16 @@ async def branch(session: InferenceSession, routes: SessionRoutes, source: Infer
             adapters=names_of(session.adapters),
             source=None if source is None else source.id,
             numbers=numbers,
-            digests=[digests[end - 1] for end in numbers] if digests else [],
+            digests=[digests[number - 1] for number in numbers] if digests else [],
         )
         try:
             timeout = min(routes.timeout, _BRANCH_TIMEOUT_S)
             reply = await rpc.SESSION_BRANCH.ask(routes.transport, route[0], request, timeout=timeout)
-            number = reply.number if reply.number in numbers else 0
+            num_kept = reply.number if reply.number in numbers else 0
         except SwarmError:  # the server may have left; the text's first step will replace it
-            number = 0
-    session.adopt(route, number)
-    return number
+            num_kept = 0
+    session.adopt(route, num_kept)
+    return num_kept
 
 
 def _digests(session: InferenceSession) -> list[bytes]:

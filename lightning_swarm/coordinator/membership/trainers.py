@@ -38,7 +38,7 @@ _LONGEST_PAUSE_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
 _EXCLUDED: Final = (
-    "the gradients of its batches had another weight than their leases, or were in no sum when it reported them"
+    "its gradients had another weight than their leases, or no server had added them when it reported its batches"
 )
 _BANNED: Final = "the run's owner banned it"
 _CONVICTED: Final = "it was convicted of false work"
@@ -62,7 +62,7 @@ class LeaseExpiry:
         self._timeout = context.limits.call_timeout  # seconds that servers may take to complete a batch
         self._watched: set[PeerId] = set()
         self.gone: set[PeerId] = set()  # trainers that did not answer, and were not heard of since
-        self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
+        self._completing: set[tuple[int, int]] = set()  # (step, place) of armed batches that servers are completing
 
     def watch(self, trainer: PeerId) -> None:
         """Watch a trainer that has a place in the open step, or whose batch other trainers wait for."""
@@ -83,7 +83,7 @@ class LeaseExpiry:
                 try:
                     await self._transport.ping(trainer)
                 except PeerError as error:
-                    if is_alive:  # otherwise noted before, while servers complete its armed batches
+                    if is_alive:  # noted once, although pings go on while servers complete its batches
                         self._events.note("gone", peer=trainer, step=self._step_state.open.step, reason=str(error))
                     is_alive = False
                     self.gone.add(trainer)
@@ -100,7 +100,7 @@ class LeaseExpiry:
         since_s, timeout = self._step_state.closing_s, self._timeout
         if not step.closing or step.ready or since_s is None or now_s() < since_s + timeout:
             return
-        self._step_state.closing_s = now_s()
+        self._step_state.closing_s = now_s()  # the wait begins again
         alive = await alive_among(self._transport, self._run.servers)
         if any(all(member.peer_id not in alive for member in roster) for roster in self._run.rosters):
             return  # the batches wait for a server of a stage that has none, not for their trainers

@@ -15,7 +15,7 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.serialization import Tree
 
 WRITTEN: Final = "written argument "
-"""Prefix of an argument's name. Writes into the argument travel under this name, among values left on modules."""
+"""Prefix of an argument's name. Together they name the writes into it, which are sent with values left on modules."""
 
 POSITIONAL: Final = ""  # the name of all positional arguments together
 
@@ -35,7 +35,7 @@ class CallWatch:
         arguments = {POSITIONAL: inputs, **{name: {name: keywords[name]} for name in arguments_in(keywords)}}
         self.tensors = {name: cast(list[Tensor], serialization.leaves(value)) for name, value in arguments.items()}
         self._containers = {
-            name: [(path, one, _items(one)) for path, one in containers(value)] for name, value in arguments.items()
+            name: [(path, each, _items(each)) for path, each in containers(value)] for name, value in arguments.items()
         }
 
     def written(self, sent: Mapping[str, Sequence[Tensor]], *, checks_values: bool) -> dict[str, Tree]:
@@ -52,7 +52,7 @@ class CallWatch:
             replaced = [
                 [*path, key]
                 for path, container, before in self._containers[argument]
-                for now in (_items(container),)
+                for now in (_items(container),)  # names the present items
                 for key in {**before, **now}
                 if now.get(key, _MISSING) is not before.get(key, _MISSING)
             ]
@@ -74,9 +74,9 @@ class CallWatch:
     def tensors_held_elsewhere(
         self, aliases: Mapping[int, Sequence[str]], *, is_first: bool
     ) -> list[tuple[str, Tensor]]:
-        """Return the arguments' tensors that other code holds as well, each with the name of a holder.
+        """Return the arguments' tensors that code before this stage may still hold, each with the name of a holder.
 
-        `aliases` are the holders that earlier stages know, by the index of a tensor in this stage's input.
+        `aliases` are the holders that earlier stages report: index of a tensor in this stage's input -> names.
         """
         own = self.tensors[POSITIONAL]
         found = [(text_of(POSITIONAL), tensor) for tensor in own] if is_first else []
@@ -105,7 +105,7 @@ def write_back(given: Given, argument: str, written: Tree, unavailable: Callable
     try:
         owners, tensors = given[argument]
         for index, value in written[_TENSORS].items():
-            _check_alone(tensors[int(index)], argument, given)
+            _check_unshared(tensors[int(index)], argument, given)
             _copy(tensors[int(index)], value)
         for *path, key in written[_REPLACED]:
             owner: Any = owners
@@ -122,14 +122,14 @@ def write_back(given: Given, argument: str, written: Tree, unavailable: Callable
         raise ProtocolError(f"a server wrote into arguments that the call does not have: {error!r}") from error
 
 
-def _check_alone(tensor: Tensor, argument: str, given: Given) -> None:
+def _check_unshared(tensor: Tensor, argument: str, given: Given) -> None:
     """Refuse writes into memory that two arguments of the call share, because servers had a copy for each."""
-    same = [name for name, (_, tensors) in given.items() for other in tensors if overlap(tensor, other)]
-    if len(same) > 1:
-        same.remove(argument)
+    owners = [name for name, (_, tensors) in given.items() for other in tensors if overlap(tensor, other)]
+    if len(owners) > 1:
+        owners.remove(argument)
         raise ConfigError(
             "a block must not write into memory that two arguments of its call share, because servers get a separate "
-            f"copy of each; a block wrote into {text_of(argument)}, whose memory is also in {text_of(same[0])}. Pass "
+            f"copy of each; a block wrote into {text_of(argument)}, whose memory is also in {text_of(owners[0])}. Pass "
             "a clone of one of them."
         )
 
@@ -164,7 +164,7 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
 
 
 def _differ(written: Mapping[str, Tensor], sent: Sequence[Tensor]) -> bool:
-    """Return whether written tensors, by index, differ from the sent tensors, or depend on weights now."""
+    """Return whether written tensors, by index, differ from the sent tensors, or now require gradients."""
     return any(
         tensor.requires_grad or not same(tensor.cpu(), sent[int(index)].cpu()) for index, tensor in written.items()
     )

@@ -120,7 +120,7 @@ async def _start_daemon(
     startup_timeout: float,
 ) -> P2P:
     """Start libp2p's daemon and return its client; after a few failed attempts, raise an error with advice."""
-    # Nothing forks: the only child process is the daemon, which dies with this process.
+    # The daemon is this process's only child process, and ends with it.
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:

@@ -26,8 +26,8 @@ from lightning_swarm.protocol.messages.parts import part_bounds
 from lightning_swarm.protocol.serialization import Encoded
 from lightning_swarm.protocol.tickets import Readers, TicketStore
 
-# Elements whose squares torch adds up at once. With so few, torch uses one thread and hence one order, and their
-# float64 copy needs no new pages, which Linux would have to clear.
+# Elements whose squares torch adds up at once: so few that torch adds them in one thread, and thus in one order, and
+# that their float64 copy fits into memory that this process already has.
 _BLOCK: Final = 1 << 14
 
 
@@ -71,7 +71,7 @@ class PartEncoder:
         return await self.compute(lambda: to_message(encoded(part, self.codec)))
 
     def _is_ready(self, part: Tensor) -> bool:
-        """Return whether a part with this device is sent without any conversion."""
+        """Return whether parts on the device of this part are sent without any conversion."""
         return self.codec is None and part.device.type == "cpu"
 
     async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
@@ -160,9 +160,9 @@ class AveragingResult(NamedTuple):
     """The result of a round at one peer."""
 
     mean: Tensor  # ``[n]``, the same bits on every peer
-    squared_norm: float  # norm of the part that this peer reduced
+    squared_norm: float  # of the part that this peer reduced
     carried: AveragingState  # state for the next step
-    given: Sequence[bytes] = ()  # digests of the peers' contributions to that part; see `Group.digests`
+    given: Sequence[bytes] = ()  # digest of each peer's contribution to that part; see `Group.digests`
 
 
 async def average(
@@ -177,7 +177,7 @@ async def average(
     """Sum `vector` ``[n]`` in the roster's order, and divide once by `total_weight`, the weight of all peers.
 
     The vector must not change until the round's record is applied; `rank` is this peer's roster index. `carried`
-    ``[n]`` is the error of an earlier round: it is added, and this round's error is returned. If this raises, call
+    ``[n]`` is `lost` of an earlier round's state: it is added, and this round's error is returned. If this raises, call
     `refuse`.
     """
     bounds, others = group.bounds(len(vector)), group.others(rank)
@@ -195,16 +195,16 @@ async def average(
     fetched = await gather(fetch_part(group, i, name, like=vector, length=length, encoder=encoder) for i in others)
     pieces = [*fetched[:rank], vector[bounds[rank]], *fetched[rank:]]
     given = await group.digests([[piece] for piece in pieces], encoder.compute)
-    norm = await _reduce(reduced, pieces, total_weight)
+    squared = await _reduce(reduced, pieces, total_weight)
     del fetched, pieces  # frees their memory for the next messages
     if carried is not None:
         reduced += carried[bounds[rank]]
     received = await _send(group, f"reduced{rank}", reduced, encoder, None if lost is None else lost[bounds[rank]])
     if received is not reduced:  # encoded; this peer uses the decoded part, to have the same bits as all others
         reduced.copy_(received)
-        norm = squared_norm(reduced)
+        squared = squared_norm(reduced)
     await fetch_reduced(mean, group, rank, encoder=encoder)
-    return AveragingResult(mean, norm, AveragingState(lost), given)
+    return AveragingResult(mean, squared, AveragingState(lost), given)
 
 
 async def fetch_reduced(mean: Tensor, group: Group, rank: int | None, *, encoder: PartEncoder = UNENCODED) -> None:
@@ -253,7 +253,7 @@ async def fetch(group: Group, rank: int, name: str, read: Callable[[Message], Aw
     try:
         return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
     except SwarmError as error:
-        # A peer that answers with another error lacks the part itself, and damage is the fault of the link.
+        # A peer that sends an error of its own lacks the part itself, and a damaged message is the fault of the link.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
         missed, refusing = (None, peer) if blameless else (peer, None)
         raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed, refusing) from error
@@ -265,24 +265,24 @@ def refuse(group: Group, rank: int, reason: str) -> None:
 
 
 async def collect(like: Tensor, group: Group, *, encoder: PartEncoder = UNENCODED) -> Tensor:
-    """Fetch the mean of a round in which this peer has no part; `like` is shaped like the sums, ``[n]``."""
+    """Fetch the mean of a round in which this peer is not a member; `like` is shaped like the sums, ``[n]``."""
     mean = _new(like)
     await fetch_reduced(mean, group, None, encoder=encoder)
     return mean
 
 
 async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -> float:
-    """Add the pieces in their order, and divide once; return the squared norm of the mean."""
-    total_norm = 0.0
+    """Add the pieces in their order, and divide once; return the mean's squared norm."""
+    squared = 0.0
     for begin in range(0, len(into), _SLICE):
         reduced = into[begin : begin + _SLICE]
         total, *addends = (piece[begin : begin + _SLICE].to(into.device) for piece in pieces)
         for addend in addends:
             total = torch.add(total, addend, out=reduced)
         torch.div(total, total_weight, out=reduced)
-        total_norm += squared_norm(reduced)
+        squared += squared_norm(reduced)
         await asyncio.sleep(0)  # let the loop answer other peers meanwhile
-    return total_norm
+    return squared
 
 
 def _new(like: Tensor) -> Tensor:
