@@ -28,7 +28,7 @@ from tests.served import LIMITS, ServedSwarm, bytes_tokenizer, make_model
 
 NUM_NEW, CANCELLED = 60, 5
 # Bytes of a server: so few that servers evict caches, however the texts are spread over them.
-SESSION_BYTES = {"float64": 3 << 19, "nf4": 9 << 18}
+SESSION_BYTES = {"float64": 2 << 20, "nf4": 11 << 18}
 KEPT_BYTES = 1 << 20  # of the client
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
