@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from lightning_swarm import __version__
-from lightning_swarm.cli import arguments, http, invite, programs, serving
+from lightning_swarm.cli import arguments, dashboard, http, invite, programs, serving
 from lightning_swarm.cli.arguments import Command
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.import_hook import import_path
@@ -25,6 +25,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm invite --role server --out anna.invite          let another machine join your run
     lightning-swarm ban 203.0.113.7:31337/12D3... 12D3...           and expel a peer from it
     lightning-swarm status 203.0.113.7:31337/12D3...                the stages, their peers and their speed
+    lightning-swarm dashboard 203.0.113.7:31337/12D3...             the same on a page, with curves and events
     lightning-swarm plan machines.yaml --config run.yaml            is a swarm worth it, and with how many stages?
     lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would other settings make a live swarm faster?
     lightning-swarm simulate scenario.yaml                          how a swarm behaves while peers come and go
@@ -39,6 +40,7 @@ _LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
 _COMMANDS: Final = (
     Command("doctor", arguments.DOCTOR, arguments.add_doctor_arguments, "doctor:run"),
     Command("status", arguments.STATUS, arguments.add_status_arguments, "status:run"),
+    Command("dashboard", dashboard.DASHBOARD, dashboard.add_arguments, "dashboard:run"),
     Command("invite", invite.DESCRIPTION, invite.add_arguments, "invite:run"),
     Command("members", arguments.MEMBERS, arguments.add_members_arguments, "members:show_members"),
     Command("ban", arguments.BAN, arguments.add_ban_arguments, "members:ban"),

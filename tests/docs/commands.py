@@ -82,6 +82,7 @@ def check_span(text: str) -> None:
         "invite",
         "doctor",
         "status",
+        "dashboard",
         "plan",
         "export",
         "simulate",

@@ -113,7 +113,7 @@ def test_metadata_is_that_of_pyproject(dist: Path) -> None:
 
 
 def test_the_wheel_has_the_package_and_nothing_else(dist: Path) -> None:
-    files = [path for kind in ("*.py", "*.html") for path in (ROOT / "lightning_swarm").rglob(kind)]
+    files = [path for kind in ("*.py", "*.html", "*.css", "*.js") for path in (ROOT / "lightning_swarm").rglob(kind)]
     tracked = {str(path.relative_to(ROOT)) for path in files}
     with zipfile.ZipFile(only(dist, "*.whl")) as wheel:
         inside = {name for name in wheel.namelist() if ".dist-info/" not in name}

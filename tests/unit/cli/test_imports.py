@@ -14,6 +14,7 @@ SLOW = {"hivemind", "lightning", "numpy", "pytorch_lightning", "scipy", "torch",
 VERBS = (
     "doctor",
     "status",
+    "dashboard",
     "invite",
     "members",
     "ban",

@@ -1,0 +1,97 @@
+"""Events of a run, derived from consecutive snapshots: peers that come, go or move, and the time to recover. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Final
+
+from msgspec.structs import replace
+
+from lightning_swarm.core.readable import short_name
+from lightning_swarm.dashboard.snapshot import Event, Observed, Snapshot, problem_of
+from lightning_swarm.monitor.model_report import named_stages
+
+MAX_EVENTS: Final = 200
+MAX_ALIKE: Final = 5  # events of one kind that one survey lists one by one
+_MANY: Final = {
+    "joined": "joined",
+    "left": "left",
+    "forgotten": "are no longer listed",
+    "silent": "do not answer",
+    "answers": "answer",
+    "moved": "changed their stages",
+}
+
+
+class EventLog:
+    """Keeps the newest events, and completes losses when the step advances. Memory is bounded."""
+
+    def __init__(self) -> None:
+        self._events = deque[Event](maxlen=MAX_EVENTS)
+        self._losses: list[tuple[Event, float]] = []  # losses without a later step, and the survey before each
+        self._step: int | None = None  # last known
+        self._coordinator: str | None = None
+
+    def add(self, before: Snapshot, now: Snapshot) -> tuple[Event, ...]:
+        """Add the changes between two surveys; return all events, newest last."""
+        if now.step is not None and self._step is not None and now.step > self._step:
+            self._complete(now.at_s)
+        for event in (*_peer_events(before, now), *self._run_events(now)):
+            self._events.append(event)
+            if event.kind in ("left", "silent") and now.kind == "run":
+                self._losses = [*self._losses, (event, before.at_s)][-MAX_EVENTS:]
+        self._step = self._step if now.step is None else now.step
+        self._coordinator = now.coordinator or self._coordinator
+        return tuple(self._events)
+
+    def _complete(self, now_s: float) -> None:
+        took_s = {id(event): round(now_s - since_s, 1) for event, since_s in self._losses}
+        self._losses.clear()
+        for place, event in enumerate(self._events):
+            if id(event) in took_s:
+                self._events[place] = replace(event, resumed_s=took_s[id(event)])
+
+    def _run_events(self, now: Snapshot) -> Iterator[Event]:
+        if self._coordinator and now.coordinator and now.coordinator != self._coordinator:
+            text = f"{short_name(now.coordinator)} coordinates now, in place of {short_name(self._coordinator)}"
+            yield Event(at_s=now.at_s, kind="coordinator", text=text)
+        if now.step is not None and self._step is not None and now.step < self._step:
+            text = f"The run went back from step {self._step} to step {now.step}"
+            yield Event(at_s=now.at_s, kind="back", text=text)
+
+
+def _peer_events(before: Snapshot, now: Snapshot) -> Iterator[Event]:
+    """Yield an event for each changed peer, or one event for many peers with the same kind of change."""
+    old, new = ({peer.peer_id: peer for peer in snapshot.peers} for snapshot in (before, now))
+    found = [change for peer in {**old, **new} if (change := _change(old.get(peer), new.get(peer))) is not None]
+    for kind, group in groupby(sorted(found), key=lambda change: change[0]):
+        texts = [text for _, text in group]
+        if len(texts) > MAX_ALIKE:
+            texts = [f"{len(texts)} peers {_MANY[kind]}"]
+        yield from (Event(at_s=now.at_s, kind=kind, text=text) for text in texts)
+
+
+def _change(old: Observed | None, new: Observed | None) -> tuple[str, str] | None:
+    """Return the kind and the text of a peer's change, if any."""
+    if new is None:
+        assert old is not None, "a peer is in one of the two surveys"
+        if problem_of(old) is not None:
+            return "forgotten", f"{short_name(old.peer_id)} is no longer listed"
+        return "left", f"{short_name(old.peer_id)} left {_stages(old)}".strip()
+    who = f"{short_name(new.peer_id)} at {new.place}"
+    was_silent = old is not None and problem_of(old) is not None
+    if problem_of(new) is not None:
+        return ("silent", f"{who} does not answer") if old is not None and not was_silent else None
+    if was_silent:
+        return "answers", f"{who} answers, {_stages(new)}".strip(" ,")
+    if old is None or (new.stages and not old.stages):
+        return "joined", f"{who} joined {_stages(new)}".strip()
+    if new.stages == old.stages:
+        return None
+    return "moved", f"{short_name(new.peer_id)} moved from {_stages(old)} to {_stages(new) or 'no stage'}"
+
+
+def _stages(peer: Observed) -> str:
+    return named_stages(sorted(peer.stages)) if peer.stages else ""

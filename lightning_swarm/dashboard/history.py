@@ -1,0 +1,84 @@
+"""Curves over a run's whole time in bounded memory, which become coarser as the time grows. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+from msgspec import Struct
+
+MAX_POINTS: Final = 240
+_WINDOW_S: Final = 60.0
+
+_Sums = dict[str, tuple[float, int]]  # name -> sum and count
+
+
+class Curves(Struct, frozen=True, kw_only=True):
+    """Means of several numbers, over intervals of equal length."""
+
+    width_s: float = 1.0  # length of an interval
+    times_s: tuple[float, ...] = ()  # Unix time at which each interval begins, without intervals that have no survey
+    series: dict[str, tuple[float | None, ...]] = {}  # None: unknown
+
+
+class History:
+    """Keeps the curves. If they have more than `MAX_POINTS` intervals, neighbouring intervals are merged."""
+
+    def __init__(self) -> None:
+        self._width_s = 1.0
+        self._bins: dict[int, _Sums] = {}  # number of the interval -> sums, ascending
+
+    def add(self, now_s: float, values: Mapping[str, float | None]) -> None:
+        """Add measurements. If the clock went back, they belong to the newest interval."""
+        index = max(int(now_s // self._width_s), next(reversed(self._bins), 0))
+        first = next(iter(self._bins), index)
+        while index - first >= MAX_POINTS:
+            index, first = index // 2, first // 2
+            self._width_s *= 2
+            former, self._bins = self._bins, {}
+            for number, sums in former.items():
+                _add(self._bins.setdefault(number // 2, {}), sums)
+        _add(self._bins.setdefault(index, {}), {name: (x, 1) for name, x in values.items() if x is not None})
+
+    def curves(self) -> Curves:
+        """Return the curves so far."""
+        sums = self._bins.values()
+        names = dict.fromkeys(name for interval in sums for name in interval)
+        return Curves(
+            width_s=self._width_s,
+            times_s=tuple(index * self._width_s for index in self._bins),
+            series={name: tuple(_mean(interval.get(name)) for interval in sums) for name in names},
+        )
+
+
+def _add(into: _Sums, sums: _Sums) -> None:
+    for name, (total, count) in sums.items():
+        before = into.get(name, (0.0, 0))
+        into[name] = before[0] + total, before[1] + count
+
+
+def _mean(sums: tuple[float, int] | None) -> float | None:
+    return None if sums is None else round(sums[0] / sums[1], 3)
+
+
+class StepRate:
+    """Steps per minute over the last minute or, if steps take longer, over the last two steps."""
+
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, int]](maxlen=128)  # time at which a step was first seen, and the step
+
+    def add(self, now_s: float, step: int | None) -> float | None:
+        """Add an observation. Return the rate, or None if it is unknown."""
+        seen = self._seen
+        if step is None or (seen and step < seen[-1][1]):
+            seen.clear()
+        if step is not None and (not seen or step > seen[-1][1]):
+            seen.append((now_s, step))
+        while len(seen) > 2 and now_s - seen[1][0] > _WINDOW_S:
+            seen.popleft()
+        if len(seen) < 2 or seen[-1][0] <= seen[0][0]:
+            return None
+        (begin_s, first), (end_s, last) = seen[0], seen[-1]
+        step_s = (end_s - begin_s) / (last - first)
+        return 60 * (last - first) / (max(end_s, now_s - step_s) - begin_s)  # an overdue step lowers the rate

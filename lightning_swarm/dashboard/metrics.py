@@ -1,0 +1,40 @@
+"""Metrics of a snapshot for Prometheus. No label has text of a peer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from lightning_swarm.dashboard.snapshot import Snapshot
+
+_PREFIX: Final = "lightning_swarm:"
+
+
+def metrics_text(now: Snapshot) -> bytes:
+    """Return gauges in Prometheus' text format. Unknown numbers are left out."""
+    registry = CollectorRegistry()
+    rate, load = ("samples", "queued jobs") if now.kind == "run" else ("tokens", "open texts")
+    for name, text, value in (
+        ("peers", "Listed peers.", now.num_peers),
+        ("silent_peers", "Listed peers that do not answer.", now.num_silent),
+        ("survey_time_seconds", "Unix time of the last survey that worked.", now.at_s),
+        ("survey_failed", "1 if the latest survey failed, otherwise 0.", now.problem is not None),
+        ("step", "The open step.", now.step),
+        ("steps_per_minute", "Steps per minute, over the last minute.", now.steps_per_minute),
+        (f"{rate}_per_second", f"{rate.capitalize()} per second.", now.rate),
+        ("sent_gigabytes_per_hour", "Traffic that all peers send, in 1e9 bytes.", now.gb_per_hour),
+        ("texts", "Open texts.", now.texts),
+    ):
+        if value is not None:
+            Gauge(_PREFIX + name, text, registry=registry).set(value)
+    for name, text, field in (
+        ("peers", "Answering peers that hold a stage.", "num_peers"),
+        (f"{rate}_per_second", f"{rate.capitalize()} per second through a stage.", "rate"),
+        (load.replace(" ", "_"), f"{load.capitalize()} of a stage.", "load"),
+    ):
+        gauge = Gauge(f"{_PREFIX}stage_{name}", text, ["stage"], registry=registry)
+        for index, stage in enumerate(now.stages):
+            if (value := getattr(stage, field)) is not None:
+                gauge.labels(str(index)).set(value)
+    return generate_latest(registry)

@@ -1,0 +1,271 @@
+"use strict";
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+
+// Text of peers is untrusted: it becomes text nodes, and never markup. Signs that reorder text are not shown.
+const clean = (text) => String(text ?? "").replace(/[\p{Cc}\p{Cf}\p{Cs}]/gu, "?");
+
+function make(name, kind = "", ...content) {
+  const node = document.createElement(name);
+  if (kind) node.className = kind;
+  node.append(...content);
+  return node;
+}
+
+function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text; // an unchanged node keeps a selection in it
+}
+
+// Brings the children of `parent` to `items`, one each. Children of earlier items with the same key are kept.
+function sync(parent, items, key, build, update) {
+  const old = parent.nodes ?? new Map(), nodes = new Map();
+  items.forEach((item, place) => {
+    const id = key(item, place), node = old.get(id) ?? build(item, place);
+    old.delete(id);
+    nodes.set(id, node);
+    update?.(node, item);
+    if (parent.children[place] !== node) parent.insertBefore(node, parent.children[place] ?? null);
+  });
+  for (const node of old.values()) node.remove();
+  parent.nodes = nodes;
+}
+
+const number = (value, digits = 1) =>
+  value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: value >= 100 ? 0 : digits });
+let newest_s = 0; // time of the snapshot on the page
+
+// Times before the last 20 hours have a date.
+function clock(at_s) {
+  const at = new Date(at_s * 1000), day = at.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
+  return `${newest_s - at_s > 72000 ? `${day} ` : ""}${at.toLocaleTimeString("en-GB")}`;
+}
+
+const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
+
+function duration(seconds) {
+  if (seconds < 100) return `${Math.round(seconds)} s`;
+  if (seconds < 6000) return `${Math.round(seconds / 60)} min`;
+  return seconds < 360000 ? `${(seconds / 3600).toFixed(1)} h` : `${Math.round(seconds / 86400)} days`;
+}
+
+// ---------------------------------------------------------------------- curves
+
+function buildCurve({ title, name }) {
+  const figure = make("figure"), svg = document.createElementNS(SVG, "svg"), output = make("output");
+  svg.setAttribute("viewBox", "0 0 300 100");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  svg.setAttribute("tabindex", "0");
+  for (const [tag, kind] of [["line", "grid"], ["path", "area"], ["path", "curve"], ["line", "mark"]]) {
+    const part = document.createElementNS(SVG, tag);
+    part.setAttribute("class", kind);
+    svg.append(part);
+  }
+  figure.append(make("figcaption", "", title, output), svg, make("div", "axis", make("span"), make("span")));
+  figure.dataset.curve = name;
+  const point = (event) => choose(figure, (event.offsetX / svg.clientWidth) * figure.span + figure.begin);
+  svg.addEventListener("pointermove", point);
+  svg.addEventListener("pointerleave", () => choose(figure, null));
+  svg.addEventListener("blur", () => choose(figure, null));
+  svg.addEventListener("keydown", (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], points = figure.points;
+    if (!by || !points.length) return;
+    event.preventDefault();
+    const at = points.findIndex(([time]) => time === figure.chosen);
+    choose(figure, points[Math.max(0, Math.min(points.length - 1, (at < 0 ? points.length : at) + by))][0]);
+  });
+  return figure;
+}
+
+// Shows the value at a time, or the newest one.
+function choose(figure, time) {
+  const { points, begin, span } = figure, output = figure.querySelector("output");
+  const near = (best, one) => (Math.abs(one[0] - time) < Math.abs(best[0] - time) ? one : best);
+  const found = points.length && (time === null ? points.at(-1) : points.reduce(near));
+  figure.chosen = time === null ? null : found?.[0];
+  setText(output, found ? number(found[1], 2) + (time === null ? "" : ` at ${clock(found[0])}`) : "not measured");
+  const x = found && time !== null ? ((found[0] - begin) / span) * 300 : -9, mark = figure.querySelector(".mark");
+  for (const [key, value] of [["x1", x], ["x2", x], ["y1", 0], ["y2", x < 0 ? 0 : 100]]) mark.setAttribute(key, value);
+}
+
+function updateCurve(figure, { title, name, curves }) {
+  const { times_s: times, width_s: width } = curves, values = curves.series[name] ?? [];
+  figure.points = times.map((time, place) => [time, values[place]]).filter(([, value]) => value != null);
+  const most = Math.max(...figure.points.map(([, value]) => value), 0) || 1;
+  figure.begin = times[0] ?? 0;
+  figure.span = Math.max((times.at(-1) ?? 0) - figure.begin, width);
+  const x = (time) => (((time - figure.begin) / figure.span) * 300).toFixed(1);
+  const y = (value) => (100 - (value / most) * 92).toFixed(1);
+  let line = "", area = "", last = null, start = null;
+  const close = () => { if (last !== null) area += `L${x(last)} 100L${x(start)} 100Z`; };
+  for (const [time, value] of figure.points) {
+    const isGap = last === null || time - last > Math.max(5, 2.5 * width); // surveys failed, or take longer
+    if (isGap) {
+      close();
+      start = time;
+    }
+    line += `${isGap ? "M" : "L"}${x(time)} ${y(value)}`;
+    area += `${isGap ? "M" : "L"}${x(time)} ${y(value)}`;
+    last = time;
+  }
+  close();
+  const [grid, fill, path] = figure.querySelectorAll("svg > *"), [left, right] = figure.querySelectorAll(".axis span");
+  for (const [key, value] of [["x1", 0], ["x2", 300], ["y1", 100], ["y2", 100]]) grid.setAttribute(key, value);
+  path.setAttribute("d", line);
+  fill.setAttribute("d", area);
+  setText(left, times.length ? `${duration(figure.span)} ago` : "");
+  setText(right, `max ${number(most, 2)}`);
+  choose(figure, figure.chosen ?? null);
+  const range = `now ${number(figure.points.at(-1)?.[1], 2)}, max ${number(most, 2)}`;
+  figure.querySelector("svg").setAttribute("aria-label", `${title} over ${duration(figure.span)}: ${range}`);
+}
+
+// ---------------------------------------------------------------------- stages
+
+function buildPeer() {
+  const lines = ["name", "rates", "machine faint", "problem"].map((kind) => make("div", kind));
+  const details = make("details", "", make("summary", "", ...lines, make("div", "bar", make("i"))), make("dl"));
+  const item = make("li", "peer", details);
+  details.addEventListener("toggle", () => fillDetails(item));
+  return item;
+}
+
+const nameOf = (peer) => clean(peer.peer_id.slice(-6));
+const rateOf = (peer) => peer.samples_per_s ?? peer.tokens_per_s;
+
+function tagsOf(peer) {
+  const { lead, coordinator, is_leaving: leaving, has_files } = peer;
+  const flags = { lead, coordinator, leaving, "has the files": has_files };
+  return [clean(peer.role), ...Object.keys(flags).filter((name) => flags[name])].filter(Boolean);
+}
+
+function updatePeer(item, { peer, isMeasured, most }) {
+  const isRun = "queued" in peer;
+  item.classList.toggle("bad", peer.problem != null);
+  const [name, rates, machine, problem] = item.querySelectorAll("summary > div");
+  sync(name, [nameOf(peer), ...tagsOf(peer)], (_, place) => place,
+    (_, place) => (place ? make("span", "tag") : make("b")), setText);
+  const load = isRun ? `${peer.queued} queued` : plural(peer.num_texts, "text");
+  const gb = isRun ? peer.peak_gb : peer.weight_bytes / 1e9;
+  const memory = gb == null ? "" : `${number(gb, 2)} GB`;
+  const rate = isMeasured ? `${number(rateOf(peer))}/s` : "";
+  const shown = peer.problem == null ? [rate, load, memory].filter(Boolean) : [];
+  sync(rates, shown, (_, place) => place, () => make("span"), setText);
+  setText(machine, clean(peer.arithmetic?.replace(/(?<=\bcpu )[0-9a-f]{8}, /, ""))); // without the processor's digest
+  setText(problem, peer.problem == null ? "" : `does not answer: ${clean(peer.problem)}`);
+  item.querySelector(".bar i").style.width = `${peer.problem == null && isMeasured ? (100 * rateOf(peer)) / most : 0}%`;
+  item.peer = peer;
+  fillDetails(item);
+}
+
+// Details that are closed stay empty, because a page has a thousand of them.
+function fillDetails({ peer, firstChild: details }) {
+  if (!details.open) return;
+  const rows = [["peer", peer.peer_id], ["at", peer.place]];
+  if ("queued" in peer) {
+    rows.push(["machine", peer.arithmetic || "unknown"], ["step", peer.step ?? "waits"], ["up", duration(peer.age_s)],
+      ["GB/h", `${number(peer.sent_gb_per_hour, 2)} out, ${number(peer.received_gb_per_hour, 2)} in`],
+      ["refused", plural(peer.refused, "request")]);
+  } else {
+    rows.push(["for texts", `${number(peer.free_text_bytes / 1e9, 2)} GB`],
+      ["a stage", peer.stage_ms ? `${number(peer.stage_ms)} ms` : "not measured"]);
+  }
+  sync(details.lastChild, rows.flat(), (_, place) => place,
+    (_, place) => make(place % 2 ? "dd" : "dt"), (node, text) => setText(node, clean(text)));
+}
+
+function noteOf(stage) {
+  if (!stage.num_peers) return "no answering peer holds it";
+  const kinds = stage.num_kinds > 1 ? `${stage.num_kinds} kinds of machines` : "";
+  return [kinds, stage.is_portable ? "portable arithmetic" : ""].filter(Boolean).join(", ");
+}
+
+function updateStage(node, { title, stage, peers, isRun }) {
+  const [heading, facts, note] = node.children, isMeasured = stage.rate != null;
+  setText(heading, title);
+  const rate = isMeasured ? `, ${number(stage.rate)} ${isRun ? "samples" : "tokens"}/s` : "";
+  setText(facts, plural(stage.num_peers, isRun ? "peer" : "server") + rate);
+  setText(note, noteOf(stage));
+  node.classList.toggle("empty", !stage.num_peers);
+  const most = Math.max(...peers.map(rateOf), 1e-9);
+  const items = peers.map((peer) => ({ peer, isMeasured, most }));
+  sync(node.querySelector("ul"), items, ({ peer }) => peer.peer_id, buildPeer, updatePeer);
+  const more = stage.num_peers - peers.filter((peer) => peer.problem == null).length;
+  setText(node.lastChild, more > 0 ? `and ${more.toLocaleString("en")} more` : "");
+}
+
+function stagesOf(state) {
+  const isRun = state.kind === "run", isWhole = state.stages.length === 1 && state.trainers_stage === 0;
+  const found = state.stages.map((stage, index) => ({
+    title: isWhole ? "The model" : `Stage ${index}${index === state.trainers_stage ? ", trainers'" : ""}`,
+    stage, isRun, peers: state.peers.filter((peer) => peer.stages.includes(index)),
+  }));
+  const peers = state.peers.filter((peer) => !peer.stages.length);
+  const num_peers = peers.filter((peer) => peer.problem == null).length;
+  if (peers.length) found.push({ title: "Without a stage", stage: { num_peers, rate: null }, isRun, peers });
+  return found;
+}
+
+function buildStage() {
+  const [facts, note, more] = ["faint", "note", "more faint"].map((kind) => make("p", kind));
+  return make("section", "stage", make("h3"), facts, note, make("ul"), more);
+}
+
+// ---------------------------------------------------------------------- the page
+
+function copyLine(text) {
+  const code = make("code", "", text), button = make("button", "", "Copy");
+  button.type = "button";
+  button.setAttribute("aria-label", `Copy: ${text}`);
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch { // pages without TLS have no clipboard
+      getSelection().selectAllChildren(code);
+      button.textContent = "Selected";
+    }
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
+  return make("div", "", code, button);
+}
+
+function show(state) {
+  newest_s = state.at_s;
+  const isRun = state.kind === "run", rate = isRun ? "samples/s" : "tokens/s";
+  document.title = `${clean(state.name)} – lightning-swarm`;
+  setText($("kind"), state.kind);
+  setText($("name"), clean(state.name));
+  $("problem").hidden = state.problem == null;
+  setText($("problem"), clean(state.problem));
+  setText($("live"), `${state.problem == null ? "updated" : "last survey"} ${clock(state.at_s)}`);
+  $("live").classList.toggle("bad", state.problem != null);
+  const silent = state.num_silent ? `, ${state.num_silent} silent` : "";
+  const peers = `${state.num_peers.toLocaleString("en")}${silent}`, now = number(state.rate);
+  const facts = Object.entries(isRun
+    ? { step: number(state.step), "steps/min": number(state.steps_per_minute), "samples/s": now, peers }
+    : { texts: number(state.texts), "tokens/s": now, servers: peers });
+  sync($("facts"), facts, ([name]) => name, ([name]) => make("div", "", make("dt", "", name), make("dd")),
+    (node, [, value]) => setText(node.lastChild, value));
+  const curves = isRun
+    ? { rate, steps_per_minute: "steps/min", answering: "peers that answer", gb_per_hour: "GB/h, all peers" }
+    : { rate, answering: "servers" };
+  const figures = Object.entries(curves).map(([name, title]) => ({ name, title, curves: state.curves }));
+  sync($("curves"), figures, ({ title }) => title, buildCurve, updateCurve);
+  sync($("stages"), stagesOf(state), ({ title }) => title, buildStage, updateStage);
+  const events = state.events.toReversed();
+  const after = ({ resumed_s: s }) => (s == null ? "" : `; a new step within ${number(s)} s`);
+  sync($("events"), events, (event) => `${event.at_s} ${event.text}`,
+    (event) => make("li", event.kind, make("time", "", clock(event.at_s)), make("span")),
+    (node, event) => setText(node.lastChild, clean(event.text) + after(event)));
+  sync($("join"), state.join, (line) => line, copyLine);
+}
+
+const source = new EventSource("api/events");
+source.addEventListener("message", (event) => show(JSON.parse(event.data)));
+source.addEventListener("error", () => {
+  const isClosed = source.readyState === EventSource.CLOSED;
+  setText($("problem"), `The dashboard does not answer${isClosed ? ". Reload the page" : ""}. This is its last state.`);
+  $("problem").hidden = false;
+  $("live").classList.add("bad");
+});

@@ -1,0 +1,92 @@
+"""Surveys a run again and again, by another of its peers if the asked peer is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Final, TypeAlias
+
+from msgspec.structs import replace
+
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.moving_average import MovingAverage
+from lightning_swarm.core.readable import shorten
+from lightning_swarm.dashboard.events import EventLog
+from lightning_swarm.dashboard.history import History, StepRate
+from lightning_swarm.dashboard.snapshot import Snapshot, completed, snapshot_of_model, snapshot_of_run
+from lightning_swarm.monitor.model_report import ModelReport
+from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
+from lightning_swarm.network.addresses import Address
+
+_SMOOTHING: Final = 0.3  # weight of the newest rate, because rates over one second vary much
+_CURVES: Final = ("step", "rate", "steps_per_minute", "gb_per_hour")
+
+Reports: TypeAlias = Generator[SwarmReport | ModelReport]
+
+
+class Board:
+    """Combines reports into snapshots with curves and events. Its memory does not grow with time."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._history, self._log, self._steps = History(), EventLog(), StepRate()
+        self._rates: dict[str, MovingAverage] = {}  # peer id -> samples/s
+        self.newest: Snapshot | None = None
+
+    def add(self, report: SwarmReport | ModelReport, now_s: float) -> Snapshot:
+        """Add a report; return its snapshot."""
+        if isinstance(report, ModelReport):
+            found = snapshot_of_model(report, self._address, now_s)
+        else:
+            known = {peer.peer_id: peer for peer in self.newest.peers} if self.newest is not None else {}
+            peers = tuple(self._smoothed(completed(peer, known.get(peer.peer_id))) for peer in report.peers)
+            self._rates = {peer.peer_id: self._rates[peer.peer_id] for peer in peers}
+            found = snapshot_of_run(dataclasses.replace(report, peers=peers), self._address, now_s)
+            found = replace(found, steps_per_minute=self._steps.add(now_s, found.step))
+        numbers = {name: getattr(found, name) for name in _CURVES}
+        self._history.add(now_s, {**numbers, "answering": found.num_peers - found.num_silent})
+        events = self._log.add(self.newest or found, found)
+        self.newest = replace(found, curves=self._history.curves(), events=events)
+        return self.newest
+
+    def _smoothed(self, peer: ObservedPeer) -> ObservedPeer:
+        average = self._rates.setdefault(peer.peer_id, MovingAverage(_SMOOTHING))
+        if peer.problem is None:
+            average.measure(peer.samples_per_s)
+        return dataclasses.replace(peer, samples_per_s=round(average.value or 0.0, 3))
+
+
+def watch(
+    address: Address,
+    open_reports: Callable[[Address], Reports],
+    publish: Callable[[Snapshot], None],
+    stopped: threading.Event,
+    *,
+    every_s: float,
+) -> None:
+    """Publish a snapshot every `every_s` seconds until `stopped` is set; raises the error of the first survey.
+
+    `open_reports` surveys by the peer at an address, each time that its result is advanced.
+    """
+    board, others = Board(str(address)), [address]
+    while not stopped.is_set():
+        try:
+            with closing(open_reports(others.pop(0))) as reports:
+                for report in reports:
+                    found = board.add(report, time.time())
+                    publish(found)
+                    silent = {peer.peer_id for peer in found.peers if isinstance(peer, ObservedPeer) and peer.problem}
+                    texts = [f"{one.place}/{one.peer_id}" for one in found.peers if one.peer_id not in silent]
+                    others = [*Address.parse_all(texts), address]
+                    if stopped.wait(every_s):
+                        return
+        except SwarmError as error:
+            if board.newest is None:
+                raise
+            board.newest = replace(board.newest, problem=shorten(str(error)))
+            publish(board.newest)
+        others = others or [address]
+        stopped.wait(every_s)

@@ -1,0 +1,144 @@
+"""Snapshots and their events, from reports of runs and served models."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from lightning_swarm.core.errors import Unreachable
+from lightning_swarm.dashboard.events import MAX_EVENTS
+from lightning_swarm.dashboard.snapshot import MAX_BOXES_IN_ALL, Snapshot
+from lightning_swarm.dashboard.watch import Board, watch
+from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
+from lightning_swarm.network.addresses import Address
+from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, name, peer, report, snapshot
+
+
+def events(*reports: SwarmReport) -> list[str]:
+    board = Board(ADDRESS)
+    for second, each in enumerate(reports):
+        found = board.add(each, START_S + second)
+    return [event.text for event in found.events]
+
+
+def silent(number: int) -> ObservedPeer:
+    return peer(number, problem=PROBLEM, stages=(), coordinator=False, lead=False, step=None)
+
+
+def test_the_example_has_each_number_and_event() -> None:
+    found = snapshot()
+    assert (found.kind, found.name, found.num_peers, found.num_silent) == ("run", "tiny-gpt", 9, 1)
+    assert found.steps_per_minute == pytest.approx(60 * 9 / 40, rel=0.1)
+    # Of four stages, the median is the mean of the two in the middle.
+    rates = sorted(stage.rate or 0.0 for stage in found.stages)
+    assert found.rate == pytest.approx((rates[1] + rates[2]) / 2)
+    assert [stage.num_peers for stage in found.stages] == [2, 2, 2, 2]
+    assert [event.kind for event in found.events] == ["joined", "joined", "moved", "coordinator", "silent"]
+    assert found.events[2].text == "rV8hZu moved from stage 1 to stage 2"
+    assert found.events[3].text == "Lz9eHs coordinates now, in place of Sow8nd"
+    assert found.events[4].resumed_s is not None
+    assert 20 <= found.events[4].resumed_s <= 26  # it stood still for 20 s, and a step takes 4.4 s
+    assert found.curves.series.keys() == {"step", "rate", "steps_per_minute", "answering", "gb_per_hour"}
+    (gone,) = (one for one in found.peers if isinstance(one, ObservedPeer) and one.problem)
+    assert gone.stages == (2,)  # its last known one
+    assert found.join == (f"lightning-swarm join {ADDRESS} --invite swarm.invite train.py",)
+
+
+def test_each_change_of_a_peer_is_one_event() -> None:
+    first, second, waits = peer(0), peer(1), peer(2, stages=())
+    assert events(report([first, second]), report([first, second])) == []
+    assert events(report([first]), report([first, second])) == ["kT2xPq at 203.0.113.8:31337 joined stage 1"]
+    assert events(report([first, waits]), report([first, peer(2)])) == ["u7RmVa at 203.0.113.9:31337 joined stage 2"]
+    assert events(report([first, second]), report([first])) == ["kT2xPq left stage 1"]
+    one_gone = [report([first, second]), report([first, silent(1)]), report([first, silent(1)])]
+    assert events(*one_gone) == ["kT2xPq at 203.0.113.8:31337 does not answer"]
+    assert events(*one_gone, report([first]))[1:] == ["kT2xPq is no longer listed"]
+    assert events(*one_gone, report([first, second]))[1:] == ["kT2xPq at 203.0.113.8:31337 answers, stage 1"]
+    assert events(*(report([first], step) for step in (9, None, 7))) == ["The run went back from step 9 to step 7"]
+    crowd = [peer(number) for number in range(1, 500)]
+    assert events(report([first]), report([first, *crowd])) == ["499 peers joined"]
+
+
+def test_a_coordinator_that_dies_is_replaced_by_an_event_although_surveys_in_between_have_none() -> None:
+    before = report([peer(0), peer(1)])
+    between = report([silent(0), peer(1)], step=None)
+    after = report([silent(0), peer(1, coordinator=True)], step=101)
+    board = Board(ADDRESS)
+    found = [board.add(each, START_S + 2 * second) for second, each in enumerate((before, between, between, after))]
+    assert [event.kind for event in found[-1].events] == ["silent", "coordinator"]
+    assert found[-1].events[0].resumed_s == 6.0
+    assert found[1].step is None
+    assert found[1].coordinator is None
+
+
+def test_events_rates_and_losses_of_a_run_that_always_changes_are_bounded() -> None:
+    board = Board(ADDRESS)
+    for second in range(500):
+        found = board.add(report([peer(0), peer(1 + second)], step=5), START_S + second)
+    assert len(found.events) == MAX_EVENTS
+    sizes = len(board._rates), len(board._log._losses)
+    assert sizes == (2, MAX_EVENTS)
+
+
+def test_a_stage_of_thousands_is_sent_as_a_few_hundred_with_those_that_need_attention() -> None:
+    peers = [peer(number, stages=(number % 4,)) for number in range(10_000)]
+    before = Board(ADDRESS)
+    before.add(report(peers), START_S)
+    peers[9_000] = silent(9_000)
+    found = before.add(report(peers), START_S + 1)
+    shown = found.shown()
+    assert len(shown.peers) <= MAX_BOXES_IN_ALL
+    assert sum(stage.num_peers for stage in shown.stages) == 9_999
+    assert name(9_000) in {one.peer_id for one in shown.peers}
+    assert len(zlib.compress(msgspec.json.encode(shown))) < 100_000
+
+
+def test_a_served_model_has_its_servers_texts_and_tokens() -> None:
+    board = Board(ADDRESS)
+    board.add(model_report(), START_S)
+    report = model_report()
+    found = board.add(replace(report, servers=report.servers[:2]), START_S + 1)
+    assert (found.kind, found.step, found.num_peers) == ("model", None, 2)
+    assert [(stage.num_peers, stage.load) for stage in found.stages] == [(1, 3), (1, 3), (1, 3), (0, 0)]
+    assert [event.text for event in found.events] == ["u7RmVa left stages 2 to 3"]
+    assert found.rate == pytest.approx((2 * 41.5 + 38.5) / 4)
+    assert json.loads(msgspec.json.encode(found))["peers"][0]["tokens_per_s"] == 41.5
+
+
+def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:
+    address = Address.parse(ADDRESS)
+    peers = [replace(peer(0), place="203.0.113.7:31337", peer_id=address.peer_id), peer(1), silent(2)]
+    asked: list[str] = []
+    published: list[Snapshot] = []
+    stopped = threading.Event()
+
+    def survey(at: Address) -> Iterator[Any]:
+        asked.append(str(at))
+        if len(asked) in (1, 3):
+            yield report(peers)
+        if len(asked) < 3:
+            raise Unreachable("It is gone.")
+        stopped.set()
+
+    def opened(at: Address) -> Any:
+        return survey(at)
+
+    watch(address, opened, published.append, stopped, every_s=0.001)
+    assert asked == [ADDRESS, ADDRESS, f"203.0.113.8:31337/{name(1)}"]
+    assert [found.problem for found in published] == [None, "It is gone.", "It is gone.", None]
+    assert published[1].peers == published[0].peers
+    asked.clear()
+    with pytest.raises(Unreachable):  # the error of a command with a wrong address
+        watch(address, lambda _: broken(), published.append, threading.Event(), every_s=0.001)
+
+
+def broken() -> Any:
+    raise Unreachable("It was never there.")
+    yield
