@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_swarm.planner.records import MIN_GAIN
 from tests.p2p.processes import COMMAND, Run
 from tests.p2p.warm import WarmRun
 
-# Cold starts of peers in this file: 3. The onlooker is none.
+# Cold starts of peers in this file: 6. The onlooker is none.
 
 PROJECT = """
 from pathlib import Path
@@ -151,6 +152,52 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     [path] = tmp_path.rglob("*.ckpt")
     assert_exported(path, monkeypatch, capfd)
     assert_evaluated(path, monkeypatch, capfd)
+
+
+@pytest.mark.thorough
+def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(command: Command, tmp_path: Path) -> None:
+    run = command("fit", "--config", "run.yaml", "--trainer.devices", 2)
+    pasted = shlex.split(run.wait_for("can join this run: ").partition("can join this run: ")[2])
+    run.wait_for("trained in 0")
+    onlooker = command("status", pasted[2], "--json", "--watch", 0.5)
+    before = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 2)
+    joiner = command(*pasted[1:])
+    joined = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 3)
+    onlooker.interrupt()
+    known = {peer["peer_id"] for peer in before["peers"]}
+    (victim,) = (peer for peer in joined["peers"] if peer["peer_id"] not in known)
+    dashboard = command("dashboard", f"{victim['place']}/{victim['peer_id']}", "--port", 0, "--every", 0.2)
+    page = dashboard.wait_for("Dashboard of ").split()[-1]
+
+    def state_until(wanted: Callable[[Any], Any]) -> Any:
+        with urllib.request.urlopen(f"{page}api/events") as stream:
+            for line in stream:
+                if line.startswith(b"data: ") and wanted(state := json.loads(line.removeprefix(b"data: "))):
+                    return state
+        raise AssertionError("the stream ended")
+
+    def num_answering(state: Any) -> int:
+        return sum(stage["num_peers"] for stage in state["stages"])
+
+    whole = state_until(lambda state: num_answering(state) == 3)
+    joiner.process.send_signal(signal.SIGKILL)
+    assert joiner.wait() == -signal.SIGKILL
+    lost = state_until(lambda state: any(event["resumed_s"] is not None for event in state["events"]))
+    (loss,) = (event for event in lost["events"] if event["resumed_s"] is not None)
+    assert loss["kind"] in ("silent", "left")
+    assert victim["peer_id"][-6:] in loss["text"]
+    assert (num_answering(lost), lost["problem"]) == (2, None)
+    assert lost["step"] > whole["step"]
+    for peer in lost["peers"]:  # a killed peer is listed until its announcement expires
+        if peer["peer_id"] == victim["peer_id"]:
+            assert peer["problem"]
+            assert peer["stages"] == victim["stages"]
+    assert b"lightning_swarm:step " in urllib.request.urlopen(f"{page}metrics").read()
+    dashboard.interrupt()
+    assert dashboard.wait() == 0, "".join(dashboard.output)
+    (tmp_path / "enough").touch()
+    assert run.wait() == 0, "".join(run.output)
+    assert [one.survivors() for one in (run, joiner, onlooker, dashboard)] == [[], [], [], []]
 
 
 def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
