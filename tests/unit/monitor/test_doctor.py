@@ -400,7 +400,7 @@ def test_an_invitation_that_was_named_has_to_be_the_right_one(
 
 
 @pytest.mark.parametrize(
-    ("is_guess", "words"), [(True, "round trip"), (False, "takes any peer and has no certificate")]
+    ("is_guess", "words"), [(True, "round trip"), (False, "accepts any peer and has no certificate")]
 )
 def test_a_run_that_takes_any_peer_is_looked_at_without_the_key_of_another_run(
     loop: VirtualLoop, is_guess: bool, words: str

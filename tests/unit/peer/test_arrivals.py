@@ -55,7 +55,7 @@ def test_the_first_members_are_counted(make_swarm: MakeSwarm) -> None:
 def test_who_is_not_invited_is_left_out(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
     """They announce that they wait for this run, which any peer may do."""
     for credentials, reason in (
-        (None, "takes any peer and has no certificate to show"),
+        (None, "accepts any peer and has no certificate to show"),
         (FakeCredentials(certificate_of(B, run=b"another"), b"another"), "it is not signed by the owner of this run"),
         (FakeCredentials(certificate_of(B, Role.OBSERVER)), "its certificate is not of the role server"),
     ):
