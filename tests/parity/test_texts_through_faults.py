@@ -27,8 +27,8 @@ from tests.parity.test_texts_together import Listener
 from tests.served import LIMITS, ServedSwarm, bytes_tokenizer, make_model
 
 NUM_NEW, CANCELLED = 60, 5
-# Bytes of a server: so few that servers evict caches, however the texts are spread over them.
-SESSION_BYTES = {"float64": 2 << 20, "nf4": 11 << 18}
+# Bytes of a server, of which the caches of all texts need more, if one server is left in stage 0.
+SESSION_BYTES = {"float64": 3 << 20, "nf4": 9 << 19}
 KEPT_BYTES = 1 << 20  # of the client
 FIELDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -83,11 +83,15 @@ def test_no_token_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weigh
         return excess
 
     monkeypatch.setattr(SessionHandlers, "_make_room", counted)
-    with closing(ServedSwarm(tmp_path, num_stages=2)) as swarm:
-        write_all(swarm, evicted, quantize, SESSION_BYTES[weights])
+    for _ in range(4):  # timing decides how the texts are spread, and so whether a server lacks memory
+        with closing(ServedSwarm(tmp_path, num_stages=2)) as swarm:
+            write_all(swarm, quantize, SESSION_BYTES[weights])
+        if sum(evicted):
+            break
+    assert sum(evicted), "nothing was evicted"
 
 
-def write_all(swarm: ServedSwarm, evicted: list[int], quantize: dict[str, Any], session_bytes: int) -> None:
+def write_all(swarm: ServedSwarm, quantize: dict[str, Any], session_bytes: int) -> None:
     limits = replace(LIMITS, session_bytes=session_bytes)
     for name in "abcdefg":
         own = {"join": "a", "share": 0.5} if name != "a" else quantize
@@ -159,7 +163,6 @@ def write_all(swarm: ServedSwarm, evicted: list[int], quantize: dict[str, Any], 
     assert max(number for _, number in struck.values()) > 1
     assert client.routes.num_replaced >= len(struck)
     assert max(most.values()) <= session_bytes
-    assert sum(evicted), "nothing was evicted"
     assert sum(one.num_cached > 0 for one in listeners) > 2
     assert max(sizes) > 1, "no texts stepped together"
     assert [one.ends for one in listeners] == [[None]] * 16
