@@ -60,6 +60,7 @@ _MAX_REASON: Final = 2048  # characters of an error; errors of `MAX_TOGETHER` st
 _SMOOTHING: Final = 0.05  # weight of the newest step in the mean
 _MAX_SESSIONS: Final = 4096  # summed over stages; a limit, because sessions take memory beside their tensors
 _BRANCHING_S: Final = 5.0  # seconds to find a prefix at all servers of a route; later, the client sends the whole text
+_RESERVE: Final = 4  # after there was no room, sessions begin when a fourth of the memory is free
 _FAILURE_KINDS: Final[dict[Any, FailureKind]] = {SessionLost: "lost", AdapterMissing: "adapter", Busy: "busy"}
 
 
@@ -85,6 +86,9 @@ class SessionHandlers:
         self._host, self._on_dropped = host, on_dropped
         self._sessions: OrderedDict[SessionKey, StageSession] = OrderedDict()  # least recently used first
         self._prefixes = PrefixStore(prefixes)
+        # A session that grew found no room. Then others begin only with some memory free: each computes its whole text,
+        # and would be dropped again, or have another one dropped, after a few steps.
+        self._was_full = False
         self._watches_idle = False  # true while `_end_idle` runs
         self.num_steps = 0  # steps computed so far
         self.num_tokens = 0  # tokens of these steps, in all rows
@@ -239,7 +243,8 @@ class SessionHandlers:
         if session is None:
             if step.number != 1:
                 raise SessionLost(f"stage {stage.index} has no steps of this session, got step {step.number}")
-            excess = self._make_room(num_more=1)
+            reserve = self._limits.session_bytes // _RESERVE if self._was_full and self._sessions else 0
+            excess = self._make_room(num_more=1, reserve=reserve)
             if len(self._sessions) >= _MAX_SESSIONS:
                 raise Busy(f"this server has {_MAX_SESSIONS} open sessions, the most that it accepts")
             if excess > 0:
@@ -247,6 +252,7 @@ class SessionHandlers:
                     f"sessions may have {self._limits.session_bytes} bytes here (`Limits.session_bytes`), and active "
                     f"sessions have {self._used_bytes()}"
                 )
+            self._was_full = self._was_full and 2 * self._used_bytes() > self._limits.session_bytes
             session = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
             self._sessions[key] = session
             session.digests = PrefixDigests() if self._prefixes.policy.shares else None
@@ -488,16 +494,17 @@ class SessionHandlers:
         """Make room for a session that has grown; if there is none, drop that session and return False."""
         if self._make_room(but=session) <= 0 or len(self._sessions) == 1:
             return True
+        self._was_full = True
         await self._end(session)
         return False
 
-    def _make_room(self, *, but: StageSession | None = None, num_more: int = 0) -> int:
+    def _make_room(self, *, but: StageSession | None = None, num_more: int = 0, reserve: int = 0) -> int:
         """Drop prefixes, then old outputs, then inactive sessions except `but`, until the rest and `num_more` fit.
 
-        Each time, begin with the least recently used; but drop sessions first of the client whose sessions take most
-        memory. Return the bytes that are still too many; at most 0 if all fit.
+        `reserve` bytes more must be free. Each time, begin with the least recently used; but drop sessions first of the
+        client whose sessions take most memory. Return the bytes that are still too many; at most 0 if all fit.
         """
-        excess = self._used_bytes() - self._limits.session_bytes
+        excess = self._used_bytes() + reserve - self._limits.session_bytes
         num_sessions = len(self._sessions) + num_more
         while len(self._prefixes) and (excess > 0 or len(self._prefixes) + num_sessions > _MAX_SESSIONS):
             freed = self._prefixes.drop_oldest()
