@@ -52,7 +52,7 @@ def summarize_model(found: ModelServers) -> ModelReport:
     if any(offer.stages.stop > num_stages for offer in found.servers.values()):
         raise ProtocolError(f"servers of a model must serve some of its {num_stages} stages, got other stages")
     return ModelReport(
-        model=found.model,
+        model=printable(found.model),
         kind=printable(found.kind),
         weights=printable(found.weights),
         stage_bytes=tuple(found.stage_bytes),

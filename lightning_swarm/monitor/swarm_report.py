@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mode
 from typing import Final
 
 from msgspec import UnsetType
@@ -28,6 +29,8 @@ machines of one kind compute the same bits).
 """The fields of `SwarmReport` and `ObservedPeer`, for the help of `status --json`."""
 
 _DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
+
+_MAX_RATE: Final = 1e15  # keeps sums of rates finite, whatever times and counts a peer reports
 
 _EMPTY_REPORT: Final = PeerReport(run_id="", age_s=0.0, sent_bytes=0, received_bytes=0, server=None)
 # The report of a server that is in no run.
@@ -99,16 +102,22 @@ def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) ->
     reports, earlier = _reports(sightings), _reports(before)
     servers = {peer: report.server for peer, report in reports.items() if report.server}
     past = {peer: _earlier_report(report, earlier.get(peer)) for peer, report in reports.items()}
-    peers = tuple(_peer(sighting, past.get(sighting.peer_id, _EMPTY_REPORT)) for sighting in sightings)
-    num_stages = max((server.num_stages for server in servers.values()), default=0)
-    coordinator = next((peer for peer, server in servers.items() if server.coordinator == peer), None)
+    # A single false report must not change the run's shape. A former coordinator that lost its majority still reports
+    # itself as coordinator; the peer that most servers name counts.
+    num_stages = mode([server.num_stages for server in servers.values()] or [0])
+    votes = Counter(server.coordinator for server in servers.values())
+    claims = [peer for peer, server in servers.items() if server.coordinator == peer]
+    coordinator = max(claims, key=lambda peer: votes[peer], default=None)
+    peers = tuple(
+        _peer(sighting, past.get(sighting.peer_id, _EMPTY_REPORT), coordinator, num_stages) for sighting in sightings
+    )
     newest = servers[coordinator].newest if coordinator else None
     return SwarmReport(
         run_id=next((report.run_id for report in reports.values()), ""),
         step=servers[coordinator].step if coordinator else None,
         steps_per_minute=_rates(servers[coordinator], past[coordinator].server)[1] if coordinator else 0.0,
         stages=tuple(tuple(peer.peer_id for peer in peers if index in peer.stages) for index in range(num_stages)),
-        trainers_stage=next((server.trainers_stage for server in servers.values()), None),
+        trainers_stage=mode([server.trainers_stage for server in servers.values()] or [None]),
         portable=tuple(newest.portable) if newest else (),
         peers=peers,
     )
@@ -118,16 +127,16 @@ def _reports(sightings: Sequence[Sighting]) -> dict[PeerId, PeerReport]:
     return {sighting.peer_id: sighting.report for sighting in sightings if sighting.report is not None}
 
 
-def _peer(sighting: Sighting, earlier: PeerReport) -> ObservedPeer:
+def _peer(sighting: Sighting, earlier: PeerReport, coordinator: PeerId | None, num_stages: int) -> ObservedPeer:
     now, peer = sighting.report or _EMPTY_REPORT, sighting.peer_id
     server, elapsed_s = now.server or _EMPTY_SERVER_REPORT, now.age_s - earlier.age_s
     return ObservedPeer(
         peer_id=peer,
         place=sighting.place,
         problem=sighting.problem,
-        stages=tuple(server.stages),
+        stages=tuple(sorted({stage for stage in server.stages if stage < num_stages})),
         lead=server.lead == peer,
-        coordinator=server.coordinator == peer,
+        coordinator=peer == coordinator,
         role=sighting.role,
         refused=now.refused,
         step=server.step if now.server else None,
@@ -159,7 +168,7 @@ def _rates(now: ServerReport, past: ServerReport | None) -> tuple[float, float]:
 
 
 def _rate(count: float, elapsed_s: float) -> float:
-    return max(count, 0) / elapsed_s if elapsed_s > 0 else 0.0
+    return min(max(count, 0) / elapsed_s, _MAX_RATE) if elapsed_s > 0 else 0.0
 
 
 def _duration(seconds: float) -> str:

@@ -86,7 +86,8 @@ def test_a_table_has_a_line_for_each_server() -> None:
 
 def test_a_false_answer_is_shown_without_harm() -> None:
     false = answer(offer(addresses=["\x1b[2J"], tokens_per_s=1e300, num_sessions=10**30))
-    text = model_table(summarize_model(msgspec.structs.replace(false, kind="\x1b[31mx", weights="\n\r")))
+    false = msgspec.structs.replace(false, model="\x1b[2J" + "f" * 60, kind="\x1b[31mx", weights="\n\r")
+    text = model_table(summarize_model(false))
     assert "\x1b" not in text
     assert "an unknown place" in text
     for stages in ({"first_stage": 10**12}, {"first_stage": 3}, {"num_stages": 5}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -103,6 +104,18 @@ def test_rates_are_since_the_look_before() -> None:
 )
 def test_a_peer_in_another_life_begins_anew(before: PeerReport) -> None:
     assert summarize([seen("a")], [seen("a", before)]) == summarize([seen("a")])
+
+
+def test_one_false_report_changes_neither_the_runs_shape_nor_its_coordinator() -> None:
+    false = said(
+        SERVING, num_stages=1024, stages=[1, 0, 1, 900], trainers_stage=1, coordinator="0", step=7,
+        age_s=5e-324, num_samples=1 << 60,
+    )  # fmt: skip
+    found = summarize([seen("0", said(REPORT, server=false)), *map(seen, "abc")])
+    assert (found.step, found.trainers_stage, found.stages) == (40, None, (("0", "a", "b", "c"), ("0",)))
+    assert [peer.peer_id for peer in found.peers if peer.coordinator] == ["a"]
+    assert found.peers[0].stages == (0, 1)
+    assert math.isfinite(found.peers[0].samples_per_s)
 
 
 def test_the_very_first_moment_has_no_rates() -> None:
