@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Final
@@ -14,7 +13,9 @@ from lightning_swarm.dashboard.snapshot import Event, Observed, Snapshot, proble
 from lightning_swarm.monitor.model_report import named_stages
 
 MAX_EVENTS: Final = 200
+MAX_OF_SOURCE: Final = 10  # newest events of one peer, or of one kind without a peer; they displace no others
 MAX_ALIKE: Final = 5  # events of one kind that one survey lists one by one
+_MAX_NAMES: Final = 60  # longest list of stages, in characters
 _MANY: Final = {
     "joined": "joined",
     "left": "left",
@@ -29,7 +30,7 @@ class EventLog:
     """Keeps the newest events, and completes losses when the step advances. Memory is bounded."""
 
     def __init__(self) -> None:
-        self._events = deque[Event](maxlen=MAX_EVENTS)
+        self._events: list[tuple[str, Event]] = []  # each with its source: a peer's id, or the event's kind
         self._losses: list[tuple[Event, float]] = []  # losses without a later step, and the survey before each
         self._step: int | None = None  # last known
         self._coordinator: str | None = None
@@ -38,20 +39,27 @@ class EventLog:
         """Add the changes between two surveys; return all events, newest last."""
         if now.step is not None and self._step is not None and now.step > self._step:
             self._complete(now.at_s)
-        for event in (*_peer_events(before, now), *self._run_events(now)):
-            self._events.append(event)
+        run_events = ((event.kind, event) for event in self._run_events(now))
+        for source, event in (*_peer_events(before, now), *run_events):
+            self._append(source, event)
             if event.kind in ("left", "silent") and now.kind == "run":
                 self._losses = [*self._losses, (event, before.at_s)][-MAX_EVENTS:]
         self._step = self._step if now.step is None else now.step
         self._coordinator = now.coordinator or self._coordinator
-        return tuple(self._events)
+        return tuple(event for _, event in self._events)
+
+    def _append(self, source: str, event: Event) -> None:
+        same = [place for place, (other, _) in enumerate(self._events) if other == source]
+        if len(same) >= MAX_OF_SOURCE:
+            del self._events[same[0]]
+        self._events = [*self._events, (source, event)][-MAX_EVENTS:]
 
     def _complete(self, now_s: float) -> None:
         took_s = {id(event): round(now_s - since_s, 1) for event, since_s in self._losses}
         self._losses.clear()
-        for place, event in enumerate(self._events):
+        for place, (source, event) in enumerate(self._events):
             if id(event) in took_s:
-                self._events[place] = replace(event, resumed_s=took_s[id(event)])
+                self._events[place] = source, replace(event, resumed_s=took_s[id(event)])
 
     def _run_events(self, now: Snapshot) -> Iterator[Event]:
         if self._coordinator and now.coordinator and now.coordinator != self._coordinator:
@@ -62,15 +70,16 @@ class EventLog:
             yield Event(at_s=now.at_s, kind="back", text=text)
 
 
-def _peer_events(before: Snapshot, now: Snapshot) -> Iterator[Event]:
-    """Yield an event for each changed peer, or one event for many peers with the same kind of change."""
+def _peer_events(before: Snapshot, now: Snapshot) -> Iterator[tuple[str, Event]]:
+    """Yield an event for each changed peer, or one for many peers with the same kind of change, with its source."""
     old, new = ({peer.peer_id: peer for peer in snapshot.peers} for snapshot in (before, now))
-    found = [change for peer in {**old, **new} if (change := _change(old.get(peer), new.get(peer))) is not None]
-    for kind, group in groupby(sorted(found), key=lambda change: change[0]):
-        texts = [text for _, text in group]
+    changes = {peer: _change(old.get(peer), new.get(peer)) for peer in {**old, **new}}
+    found = sorted((*change, peer) for peer, change in changes.items() if change is not None)
+    for kind, group in groupby(found, key=lambda change: change[0]):
+        texts = [(peer, text) for _, text, peer in group]
         if len(texts) > MAX_ALIKE:
-            texts = [f"{len(texts)} peers {_MANY[kind]}"]
-        yield from (Event(at_s=now.at_s, kind=kind, text=text) for text in texts)
+            texts = [(kind, f"{len(texts)} peers {_MANY[kind]}")]
+        yield from ((source, Event(at_s=now.at_s, kind=kind, text=text)) for source, text in texts)
 
 
 def _change(old: Observed | None, new: Observed | None) -> tuple[str, str] | None:
@@ -94,4 +103,5 @@ def _change(old: Observed | None, new: Observed | None) -> tuple[str, str] | Non
 
 
 def _stages(peer: Observed) -> str:
-    return named_stages(sorted(peer.stages)) if peer.stages else ""
+    names = named_stages(sorted(peer.stages)) if peer.stages else ""
+    return names if len(names) <= _MAX_NAMES else f"{len(peer.stages)} stages"

@@ -66,14 +66,18 @@ class StepRate:
     """Steps per minute over the last minute or, if steps take longer, over the last two steps."""
 
     def __init__(self) -> None:
+        self._step: int | None = None  # last known
         self._seen = deque[tuple[float, int]](maxlen=128)  # time at which a step was first seen, and the step
 
     def add(self, now_s: float, step: int | None) -> float | None:
         """Add an observation. Return the rate, or None if it is unknown."""
-        seen = self._seen
-        if step is None or (seen and step < seen[-1][1]):
+        seen, before = self._seen, self._step
+        if step is None:  # no coordinator answers now, but the run may go on
+            return None
+        self._step = step
+        if before is not None and step < before:
             seen.clear()
-        if step is not None and (not seen or step > seen[-1][1]):
+        elif before is not None and step > before:  # the first known step began at an unknown time
             seen.append((now_s, step))
         while len(seen) > 2 and now_s - seen[1][0] > _WINDOW_S:
             seen.popleft()

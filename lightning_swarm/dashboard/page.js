@@ -20,7 +20,9 @@ function setText(node, text) {
 function sync(parent, items, key, build, update) {
   const old = parent.nodes ?? new Map(), nodes = new Map();
   items.forEach((item, place) => {
-    const id = key(item, place), node = old.get(id) ?? build(item, place);
+    let id = key(item, place);
+    while (nodes.has(id)) id += "+"; // two nodes of one key would leave one in the page for ever
+    const node = old.get(id) ?? build(item, place);
     old.delete(id);
     nodes.set(id, node);
     update?.(node, item);

@@ -31,7 +31,7 @@ class Board:
     """Combines reports into snapshots with curves and events. Its memory does not grow with time."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.address = address  # for other machines to join
         self._history, self._log, self._steps = History(), EventLog(), StepRate()
         self._rates: dict[str, MovingAverage] = {}  # peer id -> samples/s
         self.newest: Snapshot | None = None
@@ -39,12 +39,12 @@ class Board:
     def add(self, report: SwarmReport | ModelReport, now_s: float) -> Snapshot:
         """Add a report; return its snapshot."""
         if isinstance(report, ModelReport):
-            found = snapshot_of_model(report, self._address, now_s)
+            found = snapshot_of_model(report, self.address, now_s)
         else:
             known = {peer.peer_id: peer for peer in self.newest.peers} if self.newest is not None else {}
             peers = tuple(self._smoothed(completed(peer, known.get(peer.peer_id))) for peer in report.peers)
             self._rates = {peer.peer_id: self._rates[peer.peer_id] for peer in peers}
-            found = snapshot_of_run(dataclasses.replace(report, peers=peers), self._address, now_s)
+            found = snapshot_of_run(dataclasses.replace(report, peers=peers), self.address, now_s)
             found = replace(found, steps_per_minute=self._steps.add(now_s, found.step))
         numbers = {name: getattr(found, name) for name in _CURVES}
         self._history.add(now_s, {**numbers, "answering": found.num_peers - found.num_silent})
@@ -71,16 +71,18 @@ def watch(
 
     `open_reports` surveys by the peer at an address, each time that its result is advanced.
     """
-    board, others = Board(str(address)), [address]
+    board, known, others = Board(str(address)), [address], [address]
     while not stopped.is_set():
+        asked, *others = others or known  # if no peer answers, ask all of them again
         try:
-            with closing(open_reports(others.pop(0))) as reports:
+            with closing(open_reports(asked)) as reports:
                 for report in reports:
+                    board.address = str(asked)
                     found = board.add(report, time.time())
                     publish(found)
                     silent = {peer.peer_id for peer in found.peers if isinstance(peer, ObservedPeer) and peer.problem}
                     texts = [f"{one.place}/{one.peer_id}" for one in found.peers if one.peer_id not in silent]
-                    others = [*Address.parse_all(texts), address]
+                    known = others = [*Address.parse_all(texts), address]
                     if stopped.wait(every_s):
                         return
         except SwarmError as error:
@@ -88,5 +90,4 @@ def watch(
                 raise
             board.newest = replace(board.newest, problem=shorten(str(error)))
             publish(board.newest)
-        others = others or [address]
         stopped.wait(every_s)

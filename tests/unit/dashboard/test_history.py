@@ -55,3 +55,12 @@ def test_the_rate_of_steps_is_right_for_fast_and_slow_runs_and_falls_during_a_st
     assert stopped[-1] < 0.2 * 60 / step_s
     assert rate.add(1e6 + 6001, 2) is None  # the run went back
     assert rate.add(1e6 + 6002, None) is None
+
+
+def test_a_slow_step_that_began_before_the_dashboard_is_no_fast_step() -> None:
+    rate = StepRate()
+    found = [rate.add(1e6 + second, (second + 299) // 300) for second in range(700)]
+    assert found[:301] == [None] * 301  # a step ended after 1 s, but it may have begun any time before
+    assert found[301:] == pytest.approx([0.2] * 399)
+    assert rate.add(1e6 + 700, None) is None
+    assert rate.add(1e6 + 701, 3) == pytest.approx(0.2)  # a survey without a coordinator loses no earlier step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 
 from lightning_swarm.core.errors import Unreachable
-from lightning_swarm.dashboard.events import MAX_EVENTS
+from lightning_swarm.dashboard.events import MAX_EVENTS, MAX_OF_SOURCE
 from lightning_swarm.dashboard.snapshot import MAX_BOXES_IN_ALL, Snapshot
 from lightning_swarm.dashboard.watch import Board, watch
 from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
@@ -87,6 +88,20 @@ def test_events_rates_and_losses_of_a_run_that_always_changes_are_bounded() -> N
     assert sizes == (2, MAX_EVENTS)
 
 
+def test_peers_that_change_in_each_survey_displace_no_other_events() -> None:
+    board = Board(ADDRESS)
+    board.add(report([peer(0)]), START_S)
+    for second in range(300):
+        restless = peer(2, stages=tuple(range(second % 2, 1024, 2)))
+        crowd = [peer(number) for number in range(10, 20) if second % 2]
+        found = board.add(report([peer(0), peer(1), restless, *crowd], step=9 - second % 2), START_S + 1 + second)
+    kinds = Counter(event.kind for event in found.events)
+    assert kinds == {"moved": MAX_OF_SOURCE, "back": MAX_OF_SOURCE, "left": MAX_OF_SOURCE, "joined": 1 + MAX_OF_SOURCE}
+    assert found.events[0].text == "kT2xPq at 203.0.113.8:31337 joined stage 1"
+    assert found.events[-1].at_s == found.at_s
+    assert "u7RmVa moved from 512 stages to 512 stages" in {event.text for event in found.events}
+
+
 def test_a_stage_of_thousands_is_sent_as_a_few_hundred_with_those_that_need_attention() -> None:
     peers = [peer(number, stages=(number % 4,)) for number in range(10_000)]
     before = Board(ADDRESS)
@@ -134,9 +149,28 @@ def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:
     assert asked == [ADDRESS, ADDRESS, f"203.0.113.8:31337/{name(1)}"]
     assert [found.problem for found in published] == [None, "It is gone.", "It is gone.", None]
     assert published[1].peers == published[0].peers
+    assert f" {asked[-1]} " in published[-1].join[0]
     asked.clear()
     with pytest.raises(Unreachable):  # the error of a command with a wrong address
         watch(address, lambda _: broken(), published.append, threading.Event(), every_s=0.001)
+
+
+def test_after_an_outage_all_known_peers_are_asked_again() -> None:
+    asked: list[str] = []
+    published: list[Snapshot] = []
+    stopped = threading.Event()
+
+    def survey(at: Address) -> Any:
+        asked.append(str(at))
+        if len(asked) in (1, 5):
+            yield report([peer(1), peer(2)])
+        if len(asked) == 5:
+            stopped.set()
+        raise Unreachable("The network is down.")
+
+    watch(Address.parse(ADDRESS), survey, published.append, stopped, every_s=0.001)
+    others = [f"203.0.113.{7 + number}:31337/{name(number)}" for number in (1, 2)]
+    assert asked == [ADDRESS, *others, ADDRESS, others[0]]  # the first peer stays dead
 
 
 def broken() -> Any:
