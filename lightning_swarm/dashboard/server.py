@@ -141,7 +141,7 @@ async def _answer_file(request: Request) -> Response:
 
 
 class TokenGate:
-    """Lets requests pass that bring the token, as a bearer token or in the cookie that the first address sets."""
+    """ASGI middleware that requires the token, as a bearer token or in the cookie that the printed address sets."""
 
     def __init__(self, app: Any, token: str) -> None:
         self._app, self._token = app, token
@@ -150,12 +150,13 @@ class TokenGate:
         """Answer a request without the token, and pass on any other."""
         if scope["type"] == "http":
             request = Request(scope)
-            cookie = f"swarm-dashboard-{(scope.get('server') or ('', 0))[1]}"  # hosts share cookies between ports
+            cookie = f"swarm-dashboard-{(scope.get('server') or ('', 0))[1]}"  # all ports of a host share its cookies
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             given = request.query_params.get("token")
             if given is not None and self._is_token(given):
                 moved = RedirectResponse("/", 303)
-                moved.set_cookie(cookie, self._token, httponly=True, samesite="strict")
+                # A strict cookie would not be sent after the redirect if a page of another site links here.
+                moved.set_cookie(cookie, self._token, httponly=True, samesite="lax")
                 await moved(scope, receive, send)
                 return
             is_bearer = scheme.lower() == "bearer" and self._is_token(key.strip())

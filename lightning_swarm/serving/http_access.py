@@ -58,7 +58,8 @@ class Guarded:
         origin = headers.get("origin")  # set by browsers to the site of the requesting page
         is_same_site = origin is None or origin.partition("://")[2] == headers.get("host")
         if not is_same_site and not {"*", origin} & {*self._access.origins}:
-            return RequestError(403, f"pages of {origin} may not use this endpoint: allow it by `--allow-origin`")
+            remedy = "`lightning-swarm http` permits other sites by `--allow-origin`"
+            return RequestError(403, f"pages of {origin} may not use this endpoint: {remedy}")
         if not self._access.keys or not scope["path"].startswith(("/v1/", "/metrics")):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -106,7 +106,7 @@ def test_a_token_is_needed_once_and_then_a_cookie_has_it(guarded: Site) -> None:
         assert guarded.get(path, cookie=f"{cookie}={TOKEN}").status == 200
     moved = guarded.get(f"//evil.example/?token={TOKEN}")
     assert (moved.status, moved.headers["location"]) == (303, "/")
-    assert moved.headers["set-cookie"] == f"{cookie}={TOKEN}; HttpOnly; Path=/; SameSite=strict"
+    assert moved.headers["set-cookie"] == f"{cookie}={TOKEN}; HttpOnly; Path=/; SameSite=lax"
 
 
 def test_every_answer_has_the_headers_that_restrict_the_page(site: Site, guarded: Site) -> None:
@@ -244,6 +244,13 @@ def test_a_browser_shows_stages_curves_events_and_hostile_text_as_text(
         assert browser.run("document.querySelectorAll('img, main script').length") == 0
         assert browser.run("document.title") == "tiny-gpt – lightning-swarm"
         assert browser.run("document.documentElement.scrollWidth") <= width
+        twins = [peer(3, peer_id=f"{first * 40}sAmeEn", problem=PROBLEM, stages=()) for first in "ab"]
+        board = Board(ADDRESS)
+        for second, peers in enumerate(([peer(0), *twins], [peer(0)], [peer(0)])):
+            site.feed.publish(board.add(report(peers, step=second), START_S + second))
+            browser.until(f"document.querySelector('#facts dd').textContent === '{second}'")
+        gone = browser.run("[...document.querySelectorAll('#events li span')].map((one) => one.textContent)")
+        assert gone == ["sAmeEn is no longer listed"] * 2  # equal texts are two events, and none is left behind
         site.feed.publish(Board(ADDRESS).add(model_report(), START_S))
         browser.until("document.getElementById('kind').textContent === 'model'")
         assert browser.run("document.querySelectorAll('.peer').length") == 5  # two of three servers hold two stages
