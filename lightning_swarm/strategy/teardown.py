@@ -32,7 +32,7 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
     try:
         strategy.checkpoints.close_files()
     except Exception as error:  # noqa: BLE001 - raised here, it would keep Lightning from its teardown
-        exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
+        exception.add_note(": ".join((repr(error), *getattr(error, "__notes__", ()))))
     if isinstance(exception, StepError | PeerError) and run is not None and run.loop is not None:
         exception.add_note(_resume_advice(run.trainer))
     if strategy.is_global_zero:
