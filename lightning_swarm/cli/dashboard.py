@@ -55,18 +55,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace, address: Address, listening: socket.socket) -> int:
     from lightning_swarm.cli.visitors import visiting
-    from lightning_swarm.dashboard.server import Feed, Server
-    from lightning_swarm.dashboard.snapshot import Snapshot
+    from lightning_swarm.dashboard.overview import Overview
+    from lightning_swarm.dashboard.server import DashboardServer, OverviewFeed
     from lightning_swarm.dashboard.watch import watch
     from lightning_swarm.monitor.survey import watch_reports
 
     host, port = arguments.host, listening.getsockname()[1]
     token = None if is_local(host) else secrets.token_urlsafe(32)
-    feed, stopped, is_ready = Feed(), threading.Event(), threading.Event()
-    server = Server(feed, token=token, host=host)
+    feed, stopped, is_ready = OverviewFeed(), threading.Event(), threading.Event()
+    server = DashboardServer(feed, token=token, host=host)
 
-    def publish(snapshot: Snapshot) -> None:
-        feed.publish(snapshot)
+    def publish(overview: Overview) -> None:
+        feed.publish(overview)
         is_ready.set()
 
     def end(_: object) -> None:

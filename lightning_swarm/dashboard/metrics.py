@@ -1,4 +1,4 @@
-"""Metrics of a snapshot for Prometheus. No label has text of a peer."""
+"""Metrics of an overview for Prometheus. No label has text of a peer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from lightning_swarm.dashboard.snapshot import Snapshot
+from lightning_swarm.dashboard.overview import Overview
 
 _PREFIX: Final = "lightning_swarm:"
 
 
-def metrics_text(now: Snapshot) -> bytes:
+def metrics_text(now: Overview) -> bytes:
     """Return gauges in Prometheus' text format. Unknown numbers are left out."""
     registry = CollectorRegistry()
     rate, load = ("samples", "queued jobs") if now.kind == "run" else ("tokens", "open texts")

@@ -34,7 +34,7 @@ function sync(parent, items, key, build, update) {
 
 const number = (value, digits = 1) =>
   value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: value >= 100 ? 0 : digits });
-let newest_s = 0; // time of the snapshot on the page
+let newest_s = 0; // time of the overview on the page
 
 // Times before the last 20 hours have a date.
 function clock(at_s) {

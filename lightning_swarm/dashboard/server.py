@@ -1,4 +1,4 @@
-"""The HTTP endpoint of the dashboard: the page, the snapshot as JSON and as a stream of events, and metrics."""
+"""The HTTP endpoint of the dashboard: the page, the overview as JSON and as a stream of events, and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from typing_extensions import override
 
 from lightning_swarm.dashboard.metrics import metrics_text
-from lightning_swarm.dashboard.snapshot import Snapshot
+from lightning_swarm.dashboard.overview import Overview
 from lightning_swarm.serving.http_access import UNRESTRICTED, Guarded, names_of
 from lightning_swarm.serving.http_connections import Connection
 from lightning_swarm.serving.http_streams import EventStream, kept_alive
@@ -44,19 +44,19 @@ _HEADERS: Final = {
 }
 
 
-class Feed:
-    """The newest snapshot, which the thread of the surveys publishes and the event loop reads."""
+class OverviewFeed:
+    """The newest overview, which the thread of the surveys publishes and the event loop reads."""
 
-    newest: tuple[Snapshot, str]  # with its event; set before the first request
+    newest: tuple[Overview, str]  # with its event; set before the first request
 
     def __init__(self) -> None:
         self.is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
 
-    def publish(self, snapshot: Snapshot) -> None:
-        """Replace the snapshot; safe on any thread."""
-        self.newest = snapshot, f"data: {msgspec.json.encode(snapshot.shown()).decode()}\n\n"
+    def publish(self, overview: Overview) -> None:
+        """Replace the overview; safe on any thread."""
+        self.newest = overview, f"data: {msgspec.json.encode(overview.shown()).decode()}\n\n"
         self._notify()
 
     def _notify(self) -> None:
@@ -80,21 +80,21 @@ class Feed:
         yield
         self._loop = None
 
-    async def events(self, seen: Snapshot) -> AsyncGenerator[str]:
-        """Yield the newest snapshot whenever it has changed. A slow reader misses the snapshots in between."""
+    async def events(self, seen: Overview) -> AsyncGenerator[str]:
+        """Yield the newest overview whenever it has changed. A slow reader misses the overviews in between."""
         while not self.is_closed:
-            snapshot, text = self.newest
-            if snapshot is seen:
+            overview, text = self.newest
+            if overview is seen:
                 await self._changed.wait()
                 continue
-            seen = snapshot
+            seen = overview
             yield text
 
 
 class Dashboard:
-    """Answers HTTP requests about the snapshots of a feed."""
+    """Answers HTTP requests about the overviews of a feed."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: OverviewFeed) -> None:
         self._feed = feed
         self._num_streams = 0
 
@@ -128,8 +128,8 @@ class Dashboard:
         self._num_streams += 1
         held = ExitStack()
         held.callback(self._end_stream)
-        snapshot, text = self._feed.newest
-        return EventStream(text, kept_alive(self._feed.events(snapshot), lambda: "waiting"), held)
+        overview, text = self._feed.newest
+        return EventStream(text, kept_alive(self._feed.events(overview), lambda: "waiting"), held)
 
     def _end_stream(self) -> None:
         self._num_streams -= 1
@@ -170,10 +170,10 @@ class TokenGate:
         return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token.encode())
 
 
-class Server(uvicorn.Server):
+class DashboardServer(uvicorn.Server):
     """uvicorn's server, which ends the streams when it stops, because it would wait for them."""
 
-    def __init__(self, feed: Feed, *, token: str | None, host: str) -> None:
+    def __init__(self, feed: OverviewFeed, *, token: str | None, host: str) -> None:
         app = Dashboard(feed).app(token=token, hosts=names_of(host, ()))
         options: dict[str, Any] = {"http": Connection, "ws": "none", "log_level": "warning"}
         options |= {"headers": [*_HEADERS.items()], "limit_concurrency": _MAX_CONNECTIONS}

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.readable import shorten
-from lightning_swarm.dashboard.events import EventLog
+from lightning_swarm.dashboard.changes import ChangeLog
 from lightning_swarm.dashboard.history import History, StepRate
-from lightning_swarm.dashboard.snapshot import Snapshot, completed, snapshot_of_model, snapshot_of_run
+from lightning_swarm.dashboard.overview import Overview, completed, overview_of_model, overview_of_run
 from lightning_swarm.monitor.model_report import ModelReport
 from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
 from lightning_swarm.network.addresses import Address
@@ -28,23 +28,23 @@ Reports: TypeAlias = Generator[SwarmReport | ModelReport]
 
 
 class Board:
-    """Combines reports into snapshots with curves and events. Its memory does not grow with time."""
+    """Combines reports into overviews with curves and events. Its memory does not grow with time."""
 
     def __init__(self, address: str) -> None:
         self.address = address  # for other machines to join
-        self._history, self._log, self._steps = History(), EventLog(), StepRate()
+        self._history, self._log, self._steps = History(), ChangeLog(), StepRate()
         self._rates: dict[str, MovingAverage] = {}  # peer id -> samples/s
-        self.newest: Snapshot | None = None
+        self.newest: Overview | None = None
 
-    def add(self, report: SwarmReport | ModelReport, now_s: float) -> Snapshot:
-        """Add a report; return its snapshot."""
+    def add(self, report: SwarmReport | ModelReport, now_s: float) -> Overview:
+        """Add a report; return its overview."""
         if isinstance(report, ModelReport):
-            found = snapshot_of_model(report, self.address, now_s)
+            found = overview_of_model(report, self.address, now_s)
         else:
             known = {peer.peer_id: peer for peer in self.newest.peers} if self.newest is not None else {}
             peers = tuple(self._smoothed(completed(peer, known.get(peer.peer_id))) for peer in report.peers)
             self._rates = {peer.peer_id: self._rates[peer.peer_id] for peer in peers}
-            found = snapshot_of_run(dataclasses.replace(report, peers=peers), self.address, now_s)
+            found = overview_of_run(dataclasses.replace(report, peers=peers), self.address, now_s)
             found = replace(found, steps_per_minute=self._steps.add(now_s, found.step))
         numbers = {name: getattr(found, name) for name in _CURVES}
         self._history.add(now_s, {**numbers, "answering": found.num_peers - found.num_silent})
@@ -62,12 +62,12 @@ class Board:
 def watch(
     address: Address,
     open_reports: Callable[[Address], Reports],
-    publish: Callable[[Snapshot], None],
+    publish: Callable[[Overview], None],
     stopped: threading.Event,
     *,
     every_s: float,
 ) -> None:
-    """Publish a snapshot every `every_s` seconds until `stopped` is set; raises the error of the first survey.
+    """Publish an overview every `every_s` seconds until `stopped` is set; raises the error of the first survey.
 
     `open_reports` surveys by the peer at an address, each time that its result is advanced.
     """

@@ -1,4 +1,4 @@
-"""Refuses optimizers whose steps servers cannot take, and reads what servers need of an optimizer."""
+"""Refuses optimizers whose steps servers cannot take, and reads hyperparameters and trained parameters for servers."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_swarm.dashboard.snapshot import Snapshot
+from lightning_swarm.dashboard.overview import Overview
 from lightning_swarm.dashboard.watch import Board
 from lightning_swarm.monitor.model_report import ModelReport, ObservedServer
 from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
@@ -75,7 +75,7 @@ def reports(seconds: int) -> Iterator[SwarmReport]:
         yield report(peers, step=int(step))
 
 
-def snapshot(seconds: int = 400) -> Snapshot:
+def overview(seconds: int = 400) -> Overview:
     """Return the run after some seconds."""
     board = Board(ADDRESS)
     for second, each in enumerate(reports(seconds)):

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lightning_swarm.dashboard.server import MAX_STREAMS, Feed, Server
-from lightning_swarm.dashboard.snapshot import MAX_BOXES
+from lightning_swarm.dashboard.overview import MAX_BOXES
+from lightning_swarm.dashboard.server import MAX_STREAMS, DashboardServer, OverviewFeed
 from lightning_swarm.dashboard.watch import Board
 from tests.browser import Browser
-from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, peer, report, snapshot
+from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, overview, peer, report
 
 TOKEN = "t" * 43
 HOSTILE = "<img src=x onerror=\"document.title='x'\"><script>document.title='x'</script>\u202e&amp;"
@@ -30,12 +30,12 @@ PACKAGE = Path(__file__).parents[3] / "lightning_swarm" / "dashboard"
 
 
 class Site:
-    """A dashboard whose snapshots the test publishes."""
+    """A dashboard whose overviews the test publishes."""
 
     def __init__(self, token: str | None = None) -> None:
-        self.feed = Feed()
-        self.feed.publish(snapshot())
-        self._server = Server(self.feed, token=token, host="127.0.0.1")
+        self.feed = OverviewFeed()
+        self.feed.publish(overview())
+        self._server = DashboardServer(self.feed, token=token, host="127.0.0.1")
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listening]})
@@ -137,7 +137,7 @@ def test_the_page_loads_its_own_files_alone_and_builds_no_markup(site: Site) -> 
     assert set(re.findall(r'https?://[^"]*', text)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_a_stream_begins_with_the_newest_snapshot_and_receives_the_next(site: Site) -> None:
+def test_a_stream_begins_with_the_newest_overview_and_receives_the_next(site: Site) -> None:
     with site.get("/api/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         assert next_event(stream)["name"] == "tiny-gpt"
@@ -161,19 +161,19 @@ def test_streams_are_bounded_and_a_closed_stream_makes_room(site: Site) -> None:
     again.close()
 
 
-def test_a_slow_reader_receives_the_newest_snapshot_only() -> None:
+def test_a_slow_reader_receives_the_newest_overview_only() -> None:
     async def read() -> list[str]:
-        feed = Feed()
+        feed = OverviewFeed()
         first, *following = (Board(ADDRESS).add(report([peer(0)], step=step), START_S) for step in range(5))
         feed.publish(first)
         async with feed.opened(None):
             stream = feed.events(first)
             coming = asyncio.ensure_future(anext(stream))
-            await asyncio.sleep(0)  # it waits for a snapshot now
+            await asyncio.sleep(0)  # it waits for an overview now
             feed.publish(following[0])
             texts = [await coming]
-            for snapshot in following[1:]:  # the reader is busy
-                feed.publish(snapshot)
+            for overview in following[1:]:  # the reader is busy
+                feed.publish(overview)
             texts.append(await anext(stream))
             feed.close()
             return texts + [text async for text in stream]

@@ -1,4 +1,4 @@
-"""Snapshots and their events, from reports of runs and served models."""
+"""Overviews and their events, from reports of runs and served models."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from lightning_swarm.core.errors import Unreachable
-from lightning_swarm.dashboard.events import MAX_EVENTS, MAX_OF_SOURCE
-from lightning_swarm.dashboard.snapshot import MAX_BOXES_IN_ALL, Snapshot
+from lightning_swarm.dashboard.changes import MAX_EVENTS, MAX_OF_SOURCE
+from lightning_swarm.dashboard.overview import MAX_BOXES_IN_ALL, Overview
 from lightning_swarm.dashboard.watch import Board, watch
 from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
 from lightning_swarm.network.addresses import Address
-from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, name, peer, report, snapshot
+from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, name, overview, peer, report
 
 
 def events(*reports: SwarmReport) -> list[str]:
@@ -34,7 +34,7 @@ def silent(number: int) -> ObservedPeer:
 
 
 def test_the_example_has_each_number_and_event() -> None:
-    found = snapshot()
+    found = overview()
     assert (found.kind, found.name, found.num_peers, found.num_silent) == ("run", "tiny-gpt", 9, 1)
     assert found.steps_per_minute == pytest.approx(60 * 9 / 40, rel=0.1)
     # Of four stages, the median is the mean of the two in the middle.
@@ -131,7 +131,7 @@ def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:
     address = Address.parse(ADDRESS)
     peers = [replace(peer(0), place="203.0.113.7:31337", peer_id=address.peer_id), peer(1), silent(2)]
     asked: list[str] = []
-    published: list[Snapshot] = []
+    published: list[Overview] = []
     stopped = threading.Event()
 
     def survey(at: Address) -> Iterator[Any]:
@@ -157,7 +157,7 @@ def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:
 
 def test_after_an_outage_all_known_peers_are_asked_again() -> None:
     asked: list[str] = []
-    published: list[Snapshot] = []
+    published: list[Overview] = []
     stopped = threading.Event()
 
     def survey(at: Address) -> Any:

@@ -1,4 +1,4 @@
-"""Events of a run, derived from consecutive snapshots: peers that come, go or move, and the time to recover. Pure."""
+"""Events of a run, derived from consecutive overviews: peers that come, go or move, and the time to recover. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from lightning_swarm.core.readable import short_name
-from lightning_swarm.dashboard.snapshot import Event, Observed, Snapshot, problem_of
+from lightning_swarm.dashboard.overview import Observed, Overview, RunChange, problem_of
 from lightning_swarm.monitor.model_report import named_stages
 
 MAX_EVENTS: Final = 200
@@ -26,16 +26,16 @@ _MANY: Final = {
 }
 
 
-class EventLog:
+class ChangeLog:
     """Keeps the newest events, and completes losses when the step advances. Memory is bounded."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[str, Event]] = []  # each with its source: a peer's id, or the event's kind
-        self._losses: list[tuple[Event, float]] = []  # losses without a later step, and the survey before each
+        self._events: list[tuple[str, RunChange]] = []  # each with its source: a peer's id, or the event's kind
+        self._losses: list[tuple[RunChange, float]] = []  # losses without a later step, and the survey before each
         self._step: int | None = None  # last known
         self._coordinator: str | None = None
 
-    def add(self, before: Snapshot, now: Snapshot) -> tuple[Event, ...]:
+    def add(self, before: Overview, now: Overview) -> tuple[RunChange, ...]:
         """Add the changes between two surveys; return all events, newest last."""
         if now.step is not None and self._step is not None and now.step > self._step:
             self._complete(now.at_s)
@@ -48,7 +48,7 @@ class EventLog:
         self._coordinator = now.coordinator or self._coordinator
         return tuple(event for _, event in self._events)
 
-    def _append(self, source: str, event: Event) -> None:
+    def _append(self, source: str, event: RunChange) -> None:
         same = [place for place, (other, _) in enumerate(self._events) if other == source]
         if len(same) >= MAX_OF_SOURCE:
             del self._events[same[0]]
@@ -61,25 +61,25 @@ class EventLog:
             if id(event) in took_s:
                 self._events[place] = source, replace(event, resumed_s=took_s[id(event)])
 
-    def _run_events(self, now: Snapshot) -> Iterator[Event]:
+    def _run_events(self, now: Overview) -> Iterator[RunChange]:
         if self._coordinator and now.coordinator and now.coordinator != self._coordinator:
             text = f"{short_name(now.coordinator)} coordinates now, in place of {short_name(self._coordinator)}"
-            yield Event(at_s=now.at_s, kind="coordinator", text=text)
+            yield RunChange(at_s=now.at_s, kind="coordinator", text=text)
         if now.step is not None and self._step is not None and now.step < self._step:
             text = f"The run went back from step {self._step} to step {now.step}"
-            yield Event(at_s=now.at_s, kind="back", text=text)
+            yield RunChange(at_s=now.at_s, kind="back", text=text)
 
 
-def _peer_events(before: Snapshot, now: Snapshot) -> Iterator[tuple[str, Event]]:
+def _peer_events(before: Overview, now: Overview) -> Iterator[tuple[str, RunChange]]:
     """Yield an event for each changed peer, or one for many peers with the same kind of change, with its source."""
-    old, new = ({peer.peer_id: peer for peer in snapshot.peers} for snapshot in (before, now))
+    old, new = ({peer.peer_id: peer for peer in overview.peers} for overview in (before, now))
     changes = {peer: _change(old.get(peer), new.get(peer)) for peer in {**old, **new}}
     found = sorted((*change, peer) for peer, change in changes.items() if change is not None)
     for kind, group in groupby(found, key=lambda change: change[0]):
         texts = [(peer, text) for _, text, peer in group]
         if len(texts) > MAX_ALIKE:
             texts = [(kind, f"{len(texts)} peers {_MANY[kind]}")]
-        yield from ((source, Event(at_s=now.at_s, kind=kind, text=text)) for source, text in texts)
+        yield from ((source, RunChange(at_s=now.at_s, kind=kind, text=text)) for source, text in texts)
 
 
 def _change(old: Observed | None, new: Observed | None) -> tuple[str, str] | None:

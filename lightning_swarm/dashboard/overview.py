@@ -21,7 +21,7 @@ MAX_BOXES_IN_ALL: Final = 1000
 Observed: TypeAlias = ObservedPeer | ObservedServer
 
 
-class StageState(Struct, frozen=True, kw_only=True):
+class StageOverview(Struct, frozen=True, kw_only=True):
     """One stage, summed over the peers that answer."""
 
     num_peers: int = 0
@@ -31,7 +31,7 @@ class StageState(Struct, frozen=True, kw_only=True):
     is_portable: bool = False  # the newest step was taken by portable arithmetic
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class RunChange(Struct, frozen=True, kw_only=True):
     """A change between two surveys."""
 
     at_s: float  # Unix time of the survey that found it
@@ -40,7 +40,7 @@ class Event(Struct, frozen=True, kw_only=True):
     resumed_s: float | None = None  # after a loss: from the survey before it to the first survey with a later step
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
+class Overview(Struct, frozen=True, kw_only=True):
     """A run or a served model at one moment. Fields of `peers` are those of `status --json`."""
 
     kind: Literal["run", "model"]
@@ -56,14 +56,14 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     num_silent: int = 0
     coordinator: str | None = None
     trainers_stage: int | None = None
-    stages: tuple[StageState, ...]
+    stages: tuple[StageOverview, ...]
     peers: tuple[Observed, ...]  # a silent peer with its last known stages
     curves: Curves = Curves()
-    events: tuple[Event, ...] = ()  # newest last
+    events: tuple[RunChange, ...] = ()  # newest last
     join: tuple[str, ...] = ()  # commands for other machines
 
-    def shown(self) -> Snapshot:
-        """Return the snapshot with as many peers of each stage as a page draws, silent and leading peers first."""
+    def shown(self) -> Overview:
+        """Return the overview with as many peers of each stage as a page draws, silent and leading peers first."""
         most = min(MAX_BOXES, max(4, MAX_BOXES_IN_ALL // max(1, len(self.stages))))
         drawn, peers = Counter[int](), []
         for peer in sorted(self.peers, key=_is_ordinary):
@@ -83,7 +83,7 @@ def _is_ordinary(peer: Observed) -> bool:
     return isinstance(peer, ObservedServer) or not (peer.problem or peer.lead or peer.coordinator)
 
 
-def snapshot_of_run(report: SwarmReport, address: str, now_s: float) -> Snapshot:
+def overview_of_run(report: SwarmReport, address: str, now_s: float) -> Overview:
     """Convert a run's report. `address`: a peer that other machines join."""
     invite = "--invite swarm.invite " if any(peer.role for peer in report.peers) else ""
     stages = [
@@ -92,7 +92,7 @@ def snapshot_of_run(report: SwarmReport, address: str, now_s: float) -> Snapshot
     ]
     # Each sample passes each stage. The median hardly depends on a stage that repeats some, or has a silent peer.
     rates = [stage.rate for stage in stages if stage.rate is not None]
-    return Snapshot(
+    return Overview(
         kind="run",
         name=printable(report.run_id),
         at_s=now_s,
@@ -109,10 +109,10 @@ def snapshot_of_run(report: SwarmReport, address: str, now_s: float) -> Snapshot
     )
 
 
-def snapshot_of_model(report: ModelReport, address: str, now_s: float) -> Snapshot:
+def overview_of_model(report: ModelReport, address: str, now_s: float) -> Overview:
     """Convert a served model's report."""
     stages = [_stage(holders) for holders in _holders(report.servers, len(report.stage_bytes))]
-    return Snapshot(
+    return Overview(
         kind="model",
         name=f"{report.kind} {report.model[:12]}, {report.weights}",
         at_s=now_s,
@@ -137,9 +137,9 @@ def _holders(peers: tuple[Observed, ...], num_stages: int) -> list[list[Observed
     return [found[stage] for stage in range(num_stages)]
 
 
-def _stage(peers: list[Observed], *, is_portable: bool = False, is_measured: bool = True) -> StageState:
+def _stage(peers: list[Observed], *, is_portable: bool = False, is_measured: bool = True) -> StageOverview:
     rates = [peer.tokens_per_s if isinstance(peer, ObservedServer) else peer.samples_per_s for peer in peers]
-    return StageState(
+    return StageOverview(
         num_peers=len(peers),
         rate=sum(rates) if is_measured else None,
         load=sum(peer.num_texts if isinstance(peer, ObservedServer) else peer.queued for peer in peers),
