@@ -53,7 +53,9 @@ class Counting:
 @pytest.fixture(autouse=True)
 def _forgets() -> Any:
     torch._dynamo.reset()  # of graphs that tests of other files compiled
-    yield
+    # One code object serves the stages of all peers of this thread, with and without gradients, of all batch sizes.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
     torch._dynamo.reset()
 
 

@@ -58,6 +58,7 @@ _MAX_CLOSING_S: Final = 5.0
 _FIRST_RESEND: Final = 4  # liveness checks before the first resend of the steps under way; doubles each time
 _MAX_TIMEOUTS: Final = 10  # call timeouts that a step may take if servers must be replaced
 _MAX_FAILURES: Final = 64  # failure reports that wait to be handled; further reports replace the oldest
+_MAX_HASTY: Final = 2  # rebuilds per stage in one step; the following ones wait, because each replays the whole text
 _MAX_MISSING: Final = 3  # a server that lacks its adapter more often than this in one step is replaced
 
 
@@ -138,6 +139,7 @@ class InferenceSession:
         self._news = asyncio.Event()  # set by an output, a failure or the end of a liveness check
         self._liveness: asyncio.Task[set[PeerId]] | None = None  # check that returns the living servers of the route
         self._num_checks = 0  # liveness checks in this step
+        self._num_rebuilds = 0  # rebuilds of the route in this step
         self._has_replaced_all = False  # in this step all servers were replaced, because no output arrived
         self._busy: set[PeerId] = set()  # servers that had no room in this step
         self._to_replace: set[int] = set()  # stages whose server must be replaced
@@ -214,7 +216,8 @@ class InferenceSession:
         for earlier in [step for step in self._results if step < number]:
             del self._results[earlier]
         output = self._results[number]
-        self._num_checks, self._has_replaced_all, self.is_delayed = 0, False, False
+        self._num_checks, self._num_rebuilds = 0, 0
+        self._has_replaced_all, self.is_delayed = False, False
         timeout = self._routes.timeout
         max_deadline_s = now_s() + _MAX_TIMEOUTS * timeout
         deadline_s = now_s() + timeout
@@ -225,7 +228,7 @@ class InferenceSession:
                 if self._error is not None:
                     raise self._error
                 if broken:
-                    broken = await self._rebuild(broken)
+                    broken = await self._rebuild(broken | self._reported_stages())
                     if not broken:  # replays take time, so extend the deadline
                         deadline_s = min(max_deadline_s, now_s() + timeout)
                 else:
@@ -348,6 +351,19 @@ class InferenceSession:
             self._liveness = asyncio.ensure_future(check)
             self._liveness.add_done_callback(lambda _: self._news.set())
 
+    def _reported_stages(self) -> set[int]:
+        """Choose the remedies for all reports that wait; return their stages.
+
+        A server that has dropped a session for want of room reports it, but refuses the next steps as steps of an
+        unknown session. Without the report, the client would replay the text to it again and again, without a pause.
+        """
+        stages = set[int]()
+        while self._failures:
+            caller, failed = self._failures.popleft()
+            if not self._is_old(failed) and failed.stage_index not in self._to_replace:
+                stages |= self._choose_remedy(caller, failed)
+        return stages
+
     def _choose_remedy(self, caller: PeerId, failed: SessionFailed) -> set[int]:
         """Choose the remedy for a failure, and return its stage. A server that has lost steps only gets a replay."""
         stage = failed.stage_index
@@ -443,6 +459,9 @@ class InferenceSession:
         self._attempt_step = self.num_steps
         self._failures.clear()
         self._broken.clear()
+        self._num_rebuilds += 1
+        if self._num_rebuilds > _MAX_HASTY * len(self._route):
+            await asyncio.sleep(_QUIET_S)
         await gather(self._send_adapter(stage, again=True) for stage in broken & self._needs_adapter)
         self._needs_adapter.clear()
         for stage in broken & self._to_replace:

@@ -86,9 +86,9 @@ class SessionHandlers:
         self._host, self._on_dropped = host, on_dropped
         self._sessions: OrderedDict[SessionKey, StageSession] = OrderedDict()  # least recently used first
         self._prefixes = PrefixStore(prefixes)
-        # A session that grew found no room. Then others begin only with some memory free: each computes its whole text,
-        # and would be dropped again, or have another one dropped, after a few steps.
-        self._was_full = False
+        # The bytes of sessions that grew and found no room. Then sessions begin only with some memory free, and these
+        # with as much as they had: each computes its whole text, and would be dropped again after a few steps.
+        self._wanted_bytes: dict[SessionKey, int] = {}
         self._watches_idle = False  # true while `_end_idle` runs
         self.num_steps = 0  # steps computed so far
         self.num_tokens = 0  # tokens of these steps, in all rows
@@ -243,8 +243,7 @@ class SessionHandlers:
         if session is None:
             if step.number != 1:
                 raise SessionLost(f"stage {stage.index} has no steps of this session, got step {step.number}")
-            reserve = self._limits.session_bytes // _RESERVE if self._was_full and self._sessions else 0
-            excess = self._make_room(num_more=1, reserve=reserve)
+            excess = self._make_room(num_more=1, reserve=self._reserve_for(key))
             if len(self._sessions) >= _MAX_SESSIONS:
                 raise Busy(f"this server has {_MAX_SESSIONS} open sessions, the most that it accepts")
             if excess > 0:
@@ -252,7 +251,8 @@ class SessionHandlers:
                     f"sessions may have {self._limits.session_bytes} bytes here (`Limits.session_bytes`), and active "
                     f"sessions have {self._used_bytes()}"
                 )
-            self._was_full = self._was_full and 2 * self._used_bytes() > self._limits.session_bytes
+            if 2 * self._used_bytes() <= self._limits.session_bytes:
+                self._wanted_bytes.clear()
             session = StageSession(step.client, step.attempt, step.route, step.resume, step.adapter)
             self._sessions[key] = session
             session.digests = PrefixDigests() if self._prefixes.policy.shares else None
@@ -494,9 +494,16 @@ class SessionHandlers:
         """Make room for a session that has grown; if there is none, drop that session and return False."""
         if self._make_room(but=session) <= 0 or len(self._sessions) == 1:
             return True
-        self._was_full = True
+        if len(self._wanted_bytes) < _MAX_SESSIONS:
+            self._wanted_bytes |= {key: session.num_bytes for key, known in self._sessions.items() if known is session}
         await self._end(session)
         return False
+
+    def _reserve_for(self, key: SessionKey) -> int:
+        """Return the bytes that must be free for a session to begin."""
+        if not self._wanted_bytes or not self._sessions:
+            return 0
+        return max(self._limits.session_bytes // _RESERVE, self._wanted_bytes.get(key, 0))
 
     def _make_room(self, *, but: StageSession | None = None, num_more: int = 0, reserve: int = 0) -> int:
         """Drop prefixes, then old outputs, then inactive sessions except `but`, until the rest and `num_more` fit.

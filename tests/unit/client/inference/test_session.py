@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_swarm.client.inference.session import InferenceSession, SessionInput, SessionWeights
-from lightning_swarm.core.errors import SessionLost
+from lightning_swarm.core.clock import VirtualLoop, now_s
+from lightning_swarm.core.errors import SessionLost, StageLost
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import ComputeMode
@@ -26,15 +27,27 @@ class Servers:
 
     def __init__(self) -> None:
         routes: Any = SimpleNamespace(
-            timeout=60.0, transport=SimpleNamespace(peer_id=PeerId("me")), begin=lambda *_: [A, B], end=lambda _: None
+            timeout=60.0,
+            transport=SimpleNamespace(peer_id=PeerId("me")),
+            begin=lambda *_: [A, B],
+            end=lambda _: None,
+            replace=lambda stage, route, rows: route[stage],
+            servers=lambda stage: [(A, B)[stage]],
+            is_ejected=lambda *_: False,
         )
         weights = SessionWeights(generation=0, version=0, number=0)
         self.steps: list[int] = []
         self.lost: set[int] = set()  # steps that the first server refuses
+        self.is_full, self.reports_busy = False, False  # step 2 finds no room; the server reports it
         self.session = InferenceSession(routes, self, None, weights)  # type: ignore[arg-type]
 
     async def send(self, peer: PeerId, step: SessionStep, tensors: Any, *, alone: bool = False) -> None:
         self.steps.append(step.number)
+        if step.number == 2 and self.is_full:
+            if self.reports_busy:
+                failed = SessionFailed(self.session.id, 2, step.attempt, 0, kind="busy", reason="no room")
+                self.session.accept_failure(A, failed)
+            raise SessionLost("this server has dropped the session")
         if step.number in self.lost:
             raise SessionLost("no such step")
         if alone:
@@ -87,3 +100,32 @@ def test_a_session_that_is_closed_ends_the_step_that_is_waited_for() -> None:
             await waiting
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("reports_busy", [True, False])
+@pytest.mark.parametrize("has_room_at_s", [30.0, None])
+def test_a_server_without_room_gets_the_text_again_only_after_pauses(
+    reports_busy: bool, has_room_at_s: float | None
+) -> None:
+    async def go() -> None:
+        servers = Servers()
+        session = servers.session
+        await session.result(servers.begin())
+        servers.is_full, servers.reports_busy = True, reports_busy
+        if has_room_at_s is not None:
+            asyncio.get_running_loop().call_at(has_room_at_s, setattr, servers, "is_full", False)
+        begin_s, number = now_s(), servers.begin()
+        if has_room_at_s is None:
+            with pytest.raises(StageLost, match="no output within 60 s"):
+                await session.result(number)
+        else:
+            await session.result(number)
+        took_s = now_s() - begin_s
+        assert 10 < took_s < 70
+        assert 10 < len(servers.steps) < 4 * took_s + 20, "two steps each 0.5 s"
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(go())
+    finally:
+        loop.close()

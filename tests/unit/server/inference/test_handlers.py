@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from typing_extensions import override
 
-from lightning_swarm.core.errors import PeerError, ProtocolError, SessionLost, SwarmError, from_wire
+from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, SessionLost, SwarmError, from_wire
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.inference.attention_cache import IN_SESSION
 from lightning_swarm.model.partition import CALLS
@@ -386,6 +386,28 @@ def test_texts_that_all_go_on_do_not_drive_each_other_out(make_swarm: MakeSwarm)
     swarm.run(asyncio.sleep(0.1))
     send(swarm, message(tokens(9, 1, 1), A, C, number=3, session=others[0]))
     assert 3 in client.outputs, "the other one goes on"
+
+
+def test_a_text_that_found_no_room_begins_again_only_with_as_much_as_it_had(make_swarm: MakeSwarm) -> None:
+    """Otherwise its client computes it whole again and again, and each time it is dropped at the same step."""
+    swarm = begun(make_swarm, Limits(call_timeout=30.0, session_bytes=64 * 50 * WIDTH * 4))
+    client = Client(swarm.trainer)
+    small, large = f"{1:032}", f"{2:032}"
+    swarm.run(ask(swarm.trainer, A, message(tokens(1, 50), A, C, session=small)))
+    number = 0
+    while not client.failures:
+        number += 1
+        swarm.run(ask(swarm.trainer, A, message(tokens(number, 50), A, C, number=number, session=large)))
+        swarm.run(asyncio.sleep(0.1))
+    failure, before = client.failures[0], count(swarm, A)
+    assert (number > 2, failure.kind, failure.session) == (True, "busy", large)
+    again = message(tokens(1, 50), A, C, session=large, attempt=1)
+    with pytest.raises(Busy):
+        swarm.run(ask(swarm.trainer, A, again))
+    assert count(swarm, A) == before, "it computed nothing"
+    swarm.run(asyncio.sleep(6.0))  # the small text does not continue, and gives way
+    send(swarm, again)
+    assert count(swarm, A) == before + 1
 
 
 def test_steps_that_overtake_each_other_are_put_in_order(make_swarm: MakeSwarm) -> None:
