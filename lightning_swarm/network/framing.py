@@ -214,7 +214,7 @@ def exchange_id_of(data: bytes) -> int:
 
 
 def decode(data: bytes, fixed: FixedHeader | None = None) -> Head:
-    """Decode a whole small message without its tensors, see `take_tensors`; refuse more than `SMALL_BYTES` of them."""
+    """Decode a whole small message, except its tensors (see `take_tensors`), of at most `SMALL_BYTES`."""
     # `fixed` is its fixed header, if `parse_small` has read it already.
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
@@ -255,7 +255,7 @@ async def read_head(reader: Reader) -> Head:
     return await read_control(reader, await read_fixed_header(reader))
 
 
-# Without a lowest rate, a trickle of bytes could keep reserved memory for ever. Thirty streams can still share 1 Mb/s.
+# Without a lowest rate, a trickle of bytes could keep reserved memory for ever. At 4 KiB/s, thirty share 1 Mb/s.
 _MIN_BYTES_PER_S: Final = 4 << 10
 
 
@@ -283,7 +283,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
     """Cut a large payload into writes, the first with the head, the last with the trailer."""
-    # The daemon makes a packet of each write, so head and trailer are joined with up to 64 KiB of the payload.
+    # libp2p's daemon makes a packet of each write, so up to 64 KiB at both ends of the payload join head and trailer.
     chunks = [view[begin : begin + CHUNK_BYTES] for view in views for begin in range(0, view.nbytes, CHUNK_BYTES)]
     chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
     chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]
@@ -318,7 +318,7 @@ def parse_small(data: bytes | bytearray) -> FixedHeader:
     fixed = _parse_fixed_header(bytes(data[:HEADER_BYTES]))
     if fixed.payload_bytes > SMALL_BYTES:
         raise ProtocolError(
-            f"A message among calls may have at most {SMALL_BYTES} bytes of tensors, got {fixed.payload_bytes}."
+            f"A message on the stream of calls may have {SMALL_BYTES} bytes of tensors, got {fixed.payload_bytes}."
         )
     return fixed
 

@@ -20,9 +20,9 @@ class Direction:
     bytes_per_s: float = math.inf
     _free_s: float = 0.0  # time when all queued bytes are transmitted
 
-    def transmit(self, num_bytes: int, now_s: float) -> float:
-        """Queue bytes at the time `now_s` behind all earlier bytes, and return the time when they are transmitted."""
-        self._free_s = max(self._free_s, now_s) + num_bytes / self.bytes_per_s
+    def transmit(self, num_bytes: int, at_s: float) -> float:
+        """Queue bytes at the time `at_s` behind all earlier bytes, and return the time when they are transmitted."""
+        self._free_s = max(self._free_s, at_s) + num_bytes / self.bytes_per_s
         return self._free_s
 
 
@@ -36,16 +36,16 @@ class FlowWindow:
     _left_bytes: int = FIRST_WINDOW_BYTES
     _began_s: float | None = None  # time when the window's first bytes left; None: nothing was sent yet
 
-    def send(self, num_bytes: int, now_s: float) -> float:
-        """Account for the next piece, which is ready at `now_s`, and return the time when it may leave."""
+    def send(self, num_bytes: int, at_s: float) -> float:
+        """Account for the next piece, which is ready at `at_s`, and return the time when it may leave."""
         if self._began_s is None:
-            self._began_s = now_s
+            self._began_s = at_s
         if self._left_bytes <= 0:
-            now_s = max(now_s, self._began_s + self.round_trip_s)
+            at_s = max(at_s, self._began_s + self.round_trip_s)
             self._size_bytes *= 2
-            self._left_bytes, self._began_s = self._size_bytes, now_s
+            self._left_bytes, self._began_s = self._size_bytes, at_s
         self._left_bytes -= num_bytes
-        return now_s
+        return at_s
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class SimulatedLink:
 
 
 async def cross(sender: SimulatedLink | None, receiver: SimulatedLink | None, num_bytes: int) -> None:
-    """Wait until bytes have passed both links, without the latency. None is a link without limits."""
-    # `MemoryNetwork.wait_latency` adds the latency. Here latency only delays a sender whose window is full.
+    """Wait until bytes have passed both links, except for their latency. None is a link without limits."""
+    # `MemoryNetwork.wait_latency` adds the latency. Here, latency only delays a sender whose window is full.
     # Each message starts with the window of a new stream, although real streams may have grown a larger one.
     window = FlowWindow(2 * sum(link.latency_s for link in (sender, receiver) if link is not None))
     for offset in range(0, num_bytes, PIECE_BYTES):

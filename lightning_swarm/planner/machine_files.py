@@ -79,13 +79,13 @@ class _Key:
 
 
 _NUMBERS: Final = {
-    "memory_gb": _Key("memory_bytes", "GB of memory where it computes", _GB),
+    "memory_gb": _Key("memory_bytes", "GB of memory of the device that computes", _GB),
     "up_mbit": _Key("up_bytes_per_s", "Mb/s that its link sends", _MBIT),
     "down_mbit": _Key("down_bytes_per_s", "Mb/s that its link receives", _MBIT),
     "latency_ms": _Key(
         "latency_s", "milliseconds from it to another machine, half of a round trip", 1e-3, optional=True
     ),
-    "host_memory_gb": _Key("host_memory_bytes", "GB beside a GPU's own", _GB, optional=True),
+    "host_memory_gb": _Key("host_memory_bytes", "GB of host memory, beside the GPU's own", _GB, optional=True),
     "bus_gb_per_s": _Key("bus_bytes_per_s", "GB/s between GPU and host, each way", _GB, optional=True),
 }
 _RATES: Final = ("tflops", "samples_per_s")
@@ -138,7 +138,7 @@ def _machine(
 ) -> tuple[Machine, int]:
     """Read an entry of the list, and return the machine and the number of such machines."""
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{label} must be keys and values, got {entry!r}. Write {{tflops: 10, memory_gb: 24, ...}}.")
+        raise ConfigError(f"{label} must be a mapping, got {entry!r}. Write {{tflops: 10, memory_gb: 24, ...}}.")
     unknown = [key for key in entry if key not in _MACHINE_KEYS]
     if unknown:
         raise ConfigError(f"{label} has the unknown key {unknown[0]!r}. Choose from {', '.join(_MACHINE_KEYS)}.")
@@ -148,7 +148,7 @@ def _machine(
         raise ConfigError(f"`processor` of {label} must be one of {', '.join(get_args(Processor))}, got {processor!r}.")
     count = entry.get("count", 1)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
-        raise ConfigError(f"`count` of {label} must be a whole number of 1..10000, got {count!r}. Correct it.")
+        raise ConfigError(f"`count` of {label} must be a whole number from 1 to 10000, got {count!r}.")
     name = str(entry.get("name", label.partition(" of ")[0]))  # by default such as `machine 3`
     numbers = {}
     for key, number in _NUMBERS.items():

@@ -70,7 +70,7 @@ def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
 
 def next_in_lane(begin: int, index: int, lanes: Sequence[PeerId], own: PeerId) -> int:
     """Return the first batch of a trainer's lane at or after `index`; lanes are counted from batch `begin`."""
-    rank = lanes.index(own) if own in lanes else len(lanes) - 1
+    rank = lanes.index(own) if own in lanes else len(lanes) - 1  # until a newcomer is enlisted, the last lane
     return index + (rank - (index - begin)) % len(lanes)
 
 
@@ -108,14 +108,14 @@ class RunState:
         # The newest snapshot that a record ordered: its version and the rosters that take it; None: not known here.
         self.ordered_snapshot: tuple[int, list[list[Member]]] | None = None
         self.seats_before = self.seats  # the members before the newest record
-        # The highest term that this peer knows to have a coordinator.
+        # The highest term of which this peer knows the coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
         self._counted: dict[int, tuple[range, ...]] = {}  # step -> places of its counted batches
         self._digests: dict[int, bytes] = {}  # step -> digest of its record, if servers are strangers
         self.newest: Record | None = None  # the newest record that was applied
-        self.sound_version: int | None = None  # see `sound_version_after`; None: no false work is known to have counted
+        self.sound_version: int | None = None  # see `sound_version_after`; None: no false work counted
         self._positions: dict[int, BatchNumber | None] = {}  # version -> first batch of the open step
-        # The parameters that train now. `from_view` knows only the parameters that trained first in this generation.
+        # The parameters that train. After `from_view`: as in the generation's first step, until a record changes them.
         self.selection = manifest.selection
 
     @classmethod
@@ -239,7 +239,7 @@ class RunState:
         ]
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
-        """Return for each stage the members that are not `absent`, so that they take part in a round."""
+        """Return for each stage the members that are not `absent`, which take part in a round."""
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
@@ -355,7 +355,7 @@ class RunState:
         Also refuse overused invitations, malformed bans and convicted peers, even among the new trainers `enlisted`.
         """
         check_used(seats.invitations)
-        bans_after(UNSET, seats.bans)
+        bans_after(UNSET, seats.bans)  # raises for malformed bans
         check_no_convicted(seats, enlisted)
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
@@ -395,7 +395,7 @@ class RunState:
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def check_counted(self, step: int, first: int) -> None:
-        """Raise an error unless a decided step counts a batch, whose trainer may have been silent for long."""
+        """Raise `LeaseRevoked` if a decided step does not count a batch, `StepError` if the step is forgotten here."""
         if step not in self._counted:
             raise StepError(
                 f"a trainer may be away for at most {_MAX_REMEMBERED} steps: step {self.version} is open, and this "

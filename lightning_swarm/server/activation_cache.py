@@ -33,11 +33,11 @@ class ActivationCache:
         self._max_bytes = max_bytes
         self._kept: dict[str, CachedForward] = {}
         self.used_bytes = 0
-        self.num_dropped_graphs = 0
+        self.num_dropped_graphs = 0  # forwards that were not kept, or kept without a graph
 
     @property
     def full(self) -> bool:
-        """Whether the budget is used up; then drop outputs as soon as they are fetched."""
+        """Whether the budget is used up; if so, callers drop outputs as soon as they are fetched."""
         return self.used_bytes >= self._max_bytes
 
     def keep(self, name: str, kept: CachedForward) -> None:

@@ -1,4 +1,4 @@
-"""Runs averaging rounds: averages a server's frozen sums, and holds the means until a record counts one round.
+"""Runs averaging rounds: averages a server's frozen sums, and holds the newest round's means for its record.
 
 A round begins as soon as the sums are frozen, on the batches that the coordinator expects to count. Meanwhile the
 coordinator checks the ledgers. If they differ from this expectation, it never asks for the round's result.
@@ -54,7 +54,7 @@ class HeldRound:
     closing: Closing
     gradients: Mapping[int, Tensor]  # stage -> mean gradient
     carried: Mapping[int, AveragingState]  # stage -> state for the next step
-    given: Mapping[int, Sequence[bytes]]  # stage -> digests of the members' parts; see `Group.digests`
+    given: Mapping[int, Sequence[bytes]]  # stage -> digests of the parts that members gave; see `Group.digests`
 
 
 NOTHING_GIVEN: Final = MappingProxyType[int, Sequence[bytes]]({})
@@ -65,14 +65,14 @@ _StageResults: TypeAlias = dict[int, AveragingResult]
 class AveragingRounds:
     """Averages the sums of a server's stages with their other replicas."""
 
-    idle_link: IdleLinkWait  # delays late averaging until the link is idle
+    idle_link: IdleLinkWait  # delays late averaging until the link is idle; set by the `Server`
 
     def __init__(self, context: ServerContext, sums: GradientSums) -> None:
         self._tickets = context.tickets  # where parts of gradients wait for the other replicas
         self._compute: Compute = context.compute
         self._sums, self._membership, self._me = sums, context.membership, context.me
-        self._timeout = context.limits.call_timeout  # seconds, at most, for one exchange of a round
-        self._patience_s = self._timeout  # the same in the newest round; its request may shorten it
+        self._timeout = context.limits.call_timeout
+        self._patience_s = self._timeout  # seconds for one exchange of the newest round; its request may set fewer
         self._held: HeldRound | None = None
         self._running: tuple[Closing, asyncio.Task[_StageResults]] | None = None  # the newest round
         AVERAGE.serve(context.transport, self._handle_average)
@@ -134,13 +134,13 @@ class AveragingRounds:
         held = self.held(closing)
         self._held = replace(held, gradients={**held.gradients, index: mean})
 
-    def counted(self, record: Record) -> Mapping[int, Tensor]:
+    def means_for(self, record: Record) -> Mapping[int, Tensor]:
         """Return the mean gradients that a record counts, by stage; raise `ProtocolError` if they are not held here."""
         if self._held is None or self._held.closing != record.closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
         return self._held.gradients
 
-    def carry(self, record: Record) -> None:
+    def store_state(self, record: Record) -> None:
         """Store the averaging state of a record's round in the stages, for the next step."""
         # The gradients of a skipped step were not finite, so the former state remains.
         held = self._held
@@ -151,7 +151,7 @@ class AveragingRounds:
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
     ) -> tuple[Tensor, AveragingState]:
-        """Fetch the mean gradient of a round without this server, and the averaging state with which it begins."""
+        """Fetch the mean of a round in which this server took no part, and the averaging state for its first step."""
         group = self._group(closing, stage.index, rosters[stage.index])
         like = stage.sum_of(closing.step).like
 
@@ -165,7 +165,7 @@ class AveragingRounds:
         return await self._membership.oversight.rounds.collect(group, closing, like, in_parts)
 
     async def _handle_average(self, caller: PeerId, request: AverageRequest) -> AverageReply:
-        """Hold the mean of a round for its record; report its norm, or the server because of which it failed."""
+        """Average and hold the means; return squared norms or, after a failure, the servers that caused it."""
         closing = request.closing
         self._sums.check(caller, closing.generation, closing.step)
         run = self._sums.run
@@ -227,7 +227,7 @@ class AveragingRounds:
         groups = {index: self._group(closing, index, rosters[index]) for index in ranks}
         for index, stage in stages.items():
             if stage.statistics:
-                offer_statistics(self._seen(closing, stage), stage.statistics.length, groups[index])
+                offer_statistics(self._own_batch_statistics(closing, stage), stage.statistics.length, groups[index])
         averages = await gather(
             self._average(closing, stages[index], groups[index], rank) for index, rank in ranks.items()
         )
@@ -241,7 +241,7 @@ class AveragingRounds:
         return found
 
     def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
-        """Withhold this server's part in a round, except what it offered, so that no server waits for the rest."""
+        """Notify the other servers that this server offers nothing more in this round, so that they stop waiting."""
         own = [index for index, members in enumerate(rosters) if self._me in members]
         for index in own:
             group = self._group(closing, index, rosters[index])
@@ -277,7 +277,7 @@ class AveragingRounds:
             digests=self._membership.oversight.rounds.digests,
         )
 
-    def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
+    def _own_batch_statistics(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
         return stage.statistics.batch_statistics_of(closing.step, self._sums.ledgers[stage.index].held)
 
     async def _with_statistics(
@@ -286,7 +286,7 @@ class AveragingRounds:
         """Append the batch norms' running statistics after the step to a stage's mean, if the stage has any."""
         if not stage.statistics:
             return mean
-        own = self._seen(closing, stage) if rank is not None else {}
+        own = self._own_batch_statistics(closing, stage) if rank is not None else {}
         every = await collect_statistics(own, stage.statistics.length, group, rank)
         after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.merged(every)))
         return after
@@ -294,7 +294,7 @@ class AveragingRounds:
     def _tied(
         self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage
     ) -> TiedMeans:
-        """Return the means of tied parameters; any of this server's `stages` shows which parameters train."""
+        """Return the averager of tied parameters; any of this server's `stages` shows which parameters train."""
         selections = [stage.selection for stage in stages if stage.selection is not None]
         return TiedMeans(
             ties,
@@ -312,7 +312,7 @@ class AveragingRounds:
         rule = self._sums.run.manifest.settings.robust_averaging
         if rule == "centered_clip":
             ledger = self._sums.ledgers[stage.index]
-            # `sum` rounds floats otherwise from Python 3.12 on.
+            # Not `sum`, which rounds differently since Python 3.12: all servers must agree.
             weight = math.fsum(ledger.origins[first].weight for first, _, _ in ledger.held)
             return ClippedAverager(weight, self._compute)
         if rule != "none":

@@ -261,7 +261,7 @@ class Election:
             if is_certified_keeper(self._transport, peer) is False:  # None: its certificate is not known here yet
                 raise ProtocolError(f"record {record.step} names {peer} as a keeper, and its certificate does not")
         if self._me.peer_id not in closing.absent:
-            self._steps.rounds.counted(record)  # raises if the round is not held here
+            self._steps.rounds.means_for(record)  # raises if the round is not held here
 
     def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
         """Return whether the run has only begun, and its coordinator was not admitted yet."""

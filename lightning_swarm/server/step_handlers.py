@@ -218,7 +218,7 @@ class StepHandlers:
         """Apply the open step's decided record, with the mean gradients of its round, which must be held here."""
         if record.change != self.sums.next.change:
             raise ProtocolError(f"record {record.step} has another change than that with which its step began here")
-        await self.commit(record, self.rounds.counted(record))
+        await self.commit(record, self.rounds.means_for(record))
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record once, even if it arrives twice at the same time."""
@@ -242,7 +242,7 @@ class StepHandlers:
                 return
             for conviction in record.convicted or ():
                 self._events.log_only("convicted", peer=conviction.peer, step=record.step, reason=conviction.reason)
-            self.rounds.carry(record)
+            self.rounds.store_state(record)
             self.rounds.discard_round()
             written = self.sums.next.written
             self.sums.open_next_step(record, now_s=now_s())

@@ -10,7 +10,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.module_names import is_in_packages
 from lightning_swarm.strategy.framework import OWN_PACKAGES
 
-MAX_SHARED: Final = 32_768
+MAX_CHARS: Final = 32_768
 """Most characters, as JSON, of a value that `broadcast` sends: the value must fit into one directory entry."""
 
 
@@ -37,10 +37,10 @@ def encode_shared(value: object, name: str) -> bytes:
         is_same = json.loads(text) == value
     except (TypeError, ValueError):
         is_same = False
-    if not is_same or len(text) > MAX_SHARED:
+    if not is_same or len(text) > MAX_CHARS:
         raise ConfigError(
             f"`{name}` can send only text, numbers, booleans and None, in lists and in dicts with text keys, at most "
-            f"{MAX_SHARED} characters as JSON; got a {type(value).__name__}. Send text, and convert it at the receiver."
+            f"{MAX_CHARS} characters as JSON; got a {type(value).__name__}. Send text, and convert it at the receiver."
         )
     return text.encode()
 

@@ -1,4 +1,4 @@
-"""Functions for trainers that are not the lead: their callbacks, counters, random numbers and parts of the data."""
+"""Adapts Lightning's loop to runs of several trainers: callbacks, counters, random numbers and parts of the data."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LEAD_CALLBACKS = ("Checkpoint", "EarlyStopping", "Timer")
 
 def become_follower(trainer: Trainer) -> Callable[[], None]:
     """Turn off a Trainer's validation, files and decisions, which are the lead's. The returned function undoes this."""
-    # Lightning itself turns loggers and progress bars off on ranks other than zero.
+    # Lightning itself turns off loggers and progress bars on ranks other than zero.
     untyped: Any = trainer  # Lightning sets its attributes in its connectors
     fit_loop, bar = trainer.fit_loop, untyped.progress_bar_callback
     validation = untyped.limit_val_batches, untyped.num_sanity_val_steps
-    minima = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
+    minima = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps  # `leave_end_and_schedulers_to_lead` changes them
     callbacks = list(untyped.callbacks)
-    # Flags of a progress bar, such as whether it is shown. A user's own bar may lack a method that enables it again.
+    # Lightning turns off flags of a progress bar. A user's own bar may lack a method that turns them on again.
     flags = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
     untyped.limit_val_batches, untyped.num_sanity_val_steps = 0, 0
     remove_deciding_callbacks(trainer)
@@ -53,8 +53,8 @@ def remove_deciding_callbacks(trainer: Trainer) -> None:
     untyped.callbacks[:] = [callback for callback in untyped.callbacks if not isinstance(callback, lead_callbacks)]
 
 
-def drop_lead_schedulers(trainer: Trainer) -> None:
-    """Let the lead end the run. Keep only schedulers that count steps; records bring the values of all others."""
+def leave_end_and_schedulers_to_lead(trainer: Trainer) -> None:
+    """Let the lead end the run, and step all schedulers except those that count steps; records bring their values."""
     fit_loop = trainer.fit_loop
     fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
     trainer.strategy.lr_scheduler_configs = [
@@ -75,7 +75,7 @@ def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
     epoch_loop._batches_that_stepped = step
     for optimizer in trainer.optimizers:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this, but servers step
-    for config in trainer.lr_scheduler_configs:  # `drop_lead_schedulers` has kept only schedulers that count steps
+    for config in trainer.lr_scheduler_configs:  # only schedulers that count steps are left
         for _ in range(step // config.frequency):
             config.scheduler.step()  # type: ignore[call-arg]  # no plateau scheduler is left
 
@@ -100,11 +100,11 @@ def set_default_dtype(precision: Precision) -> Callable[[], None]:
 
 
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool = False) -> Any:
-    """Return a loader of this trainer's part of the data: the same part as its rank's in `ddp`. Warn if undivided."""
+    """Return a loader of this trainer's part, its rank's in `ddp`; warn if all trainers would read all in one order."""
     if num_trainers == 1 and not joins:
         return dataloader
-    # Every trainer reads all of the data if it cannot be divided, or if this trainer joins a run under way. Then the
-    # trainers must draw at random; otherwise warn.
+    # If the data cannot be divided, or this trainer joins a run under way, every trainer reads all of it. This is right
+    # only if the trainers draw at random; a branch that sets `remedy` leads to the warning that they may not.
     rank = cast("StrategyBase", trainer.strategy).local_rank  # `global_rank` may be 0 while data is read
     divides = not joins and trainer._accelerator_connector.use_distributed_sampler
     is_iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
@@ -113,7 +113,7 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, joins: bool =
     if is_iterable:
         remedy = "Let it begin at another sample for each `trainer.global_rank`, or draw at random"
         if isinstance(dataloader, DataLoader) and not isinstance(dataloader.dataset, IterDataPipe):
-            dataloader = part_of(dataloader, 0, 1)  # all data, but read inside `reading_data` (see `world_size`)
+            dataloader = part_of(dataloader, 0, 1)  # the only part, read inside `reading_data` (see `world_size`)
             if not joins:
                 remedy = "Let it divide itself by `trainer.global_rank` and `trainer.world_size`, or draw at random"
     elif divides_itself(dataloader.sampler):

@@ -31,9 +31,9 @@ class ModuleAccess:
     """Synchronizes a trainer's module with the servers' weights, in both directions, when user code uses it.
 
     The stages' tensors are watched: before user code reads a tensor, the newest weights are gathered into the module.
-    To find writes, tensors are compared with copies. Written weights are sent when the next step begins; for an
-    evaluation before that, servers keep them beside the run's weights. The trainer itself computes the layers around
-    the pipeline, so their tensors are compared, but not watched.
+    To find writes, tensors are compared with copies. Written weights become the run's when the next step begins. If an
+    evaluation comes first, servers get them earlier, and use them for evaluations only. The trainer itself computes the
+    layers around the pipeline, so their tensors are compared, but not watched.
     """
 
     def __init__(self, peer: Peer, session: Session, stages: Sequence[StageModule], limits: Limits) -> None:
@@ -42,11 +42,11 @@ class ModuleAccess:
         self._stages = stages
         self._limits = limits
         self._thread = threading.get_ident()
-        self.is_paused = False  # accesses do not count as user code's
-        self._warned = False  # a warning has said that user code keeps views
+        self.is_paused = False  # if True, accesses do not count as user code's
+        self._warned = False  # True after the warning that user code keeps views
         self._closing = contextlib.ExitStack()
         self._version = session.version  # version of the stages' weights in the module
-        self._copies: dict[str, Tensor] = {}  # copies, at that version, of tensors that user code has used since
+        self._copies: dict[str, Tensor] = {}  # tensors that user code used, copied before the use
         # Tensors that user code had written, with their values when they were last sent for evaluations.
         self._evaluation_weights: dict[str, Tensor] = {}
         self._evaluation_number = 0  # number of the newest weights that were sent for evaluations
@@ -199,11 +199,11 @@ class ModuleAccess:
         self._forget_unwritten(written)
         if not written:
             return
-        if pending_samples:  # the step is open, so only frozen tensors around the pipeline may have been written
+        if pending_samples:  # in an open step, user code may write only frozen tensors around the pipeline
             trained = [name for name in written if local is None or not local.is_frozen(name)]
             if trained:
                 raise ConfigError(written_in_mid_step(trained))
-            return  # only this trainer uses frozen tensors around the pipeline; the next step sends them
+            return  # no server uses these before the next step, which sends them
         if session.is_shared or session.delays:
             raise ConfigError(
                 "weights may be written during `fit` only if one trainer trains, and steps are not delayed; "
@@ -211,9 +211,8 @@ class ModuleAccess:
                 "Write them before `fit`, or use `role='auto'` without `delay_optimizer_step`."
             )
         session.catch_up()
-        # The stages that hold one of these tensors, or a tensor that is tied to it.
         changed_stages = [stage for stage in self._stages if not written.keys().isdisjoint(stage.named_stage_tensors())]
-        stages = [stage.spec.index for stage in changed_stages]
+        stages = [stage.spec.index for stage in changed_stages]  # also those with a tensor tied to a written tensor
         self._set_evaluation_weights(stages)
         session.change(StepChange(written=WrittenWeights(number=self._evaluation_number, stages=stages)))
         # From the step that begins, these weights are the run's own, and not only for evaluations.
@@ -260,7 +259,8 @@ class ModuleAccess:
     def _drop_evaluation_weights(self) -> None:
         """Make servers forget the evaluation weights, and evaluate with the run's weights again."""
         factory = self._session.pipeline.factory
-        number, factory.evaluation_number, self._evaluation_weights = factory.evaluation_number, 0, {}
+        self._evaluation_weights = {}
+        number, factory.evaluation_number = factory.evaluation_number, 0
         if number:
             dropping = model_state.drop_evaluation_weights(
                 self._peer.transport, self._session.run, number, timeout=self._limits.call_timeout
@@ -271,7 +271,7 @@ class ModuleAccess:
         """Refuse replaced tensors, because optimizer and stages still use the former objects."""
         for stage in self._stages:
             for name, tensor in stage.named_stage_tensors().items():
-                former = self._tensors.get(name)
+                former = self._tensors.get(name)  # `torch.utils.swap_tensors` keeps the object, but ends its watch
                 if former is not None and (tensor is not former or is_watched(former) != (name in self._watched)):
                     raise ConfigError(
                         f"parameters and buffers of blocks must stay the same objects during `fit`: {name!r} was "

@@ -141,7 +141,7 @@ def enter_run(strategy: SwarmStrategy, trainer: Trainer) -> SwarmRun:
     """Start or join the run, and return this trainer's part in it; `connect` must follow."""
     module, config, peer = trainer.lightning_module, strategy.config, strategy.own_peer
     if not strategy.is_global_zero:
-        extra_trainers.drop_lead_schedulers(trainer)
+        extra_trainers.leave_end_and_schedulers_to_lead(trainer)
     is_fitting = trainer.state.fn == TrainerFn.FITTING
     selection = read_selection(module, optimizer_checks.check_optimizers(strategy.optimizers)) if is_fitting else None
     model = model_setup.peer_model(strategy, module)

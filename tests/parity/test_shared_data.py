@@ -290,10 +290,10 @@ def test_a_checkpoint_of_another_order_is_named(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     run(1, callbacks=lambda rank: [saving], enable_checkpointing=True, max_steps=2)
     for data, found in (
-        (lambda: DataLoader(numbered(digits()), 4), "the 0 generators of SequentialSampler"),
-        (lambda: DataLoader(shuffled(digits()).dataset, 5, sampler=shuffled(digits()).sampler), "the 11 batches of"),
+        (lambda: DataLoader(numbered(digits()), 4), "0 generators of SequentialSampler"),
+        (lambda: DataLoader(shuffled(digits()).dataset, 5, sampler=shuffled(digits()).sampler), "11 batches of"),
     ):
-        with pytest.raises(ConfigError, match=f"{found}.* before the checkpoint was saved"):
+        with pytest.raises(ConfigError, match=f"this trainer's {found}.* differ from the checkpoint's"):
             run(1, data=data, ckpt_path=tmp_path / "step=2.ckpt")
 
 
@@ -412,7 +412,7 @@ def test_a_sampler_that_gives_others_something_else_is_named() -> None:
     seen = run(2, data=data, raises=False)
     assert seen.errors.keys() == {1}
     assert isinstance(seen.errors[1], ConfigError)
-    assert "the 13 batches of list in epoch 0 differ from those of the lead" in str(seen.errors[1])
+    assert "this trainer's 13 batches of list in epoch 0 differ from the lead's 13 batches" in str(seen.errors[1])
     assert_each_once(seen, 3)
 
 
@@ -431,7 +431,7 @@ def test_a_split_that_each_trainer_draws_for_itself_is_refused(is_seeded: bool) 
         assert not seen.errors
         assert len(set(counted(seen))) == len(counted(seen)) == 40
     else:
-        assert "differ from those of the lead" in str(seen.errors[1])
+        assert "differ from the lead's" in str(seen.errors[1])
         assert "seed a `random_split`" in str(seen.errors[1])
 
 

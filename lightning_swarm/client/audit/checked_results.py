@@ -27,8 +27,8 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.messages.calls import Direction
 from lightning_swarm.protocol.patience import MAX_SLOWDOWN
 
-_Formed: TypeAlias = tuple[object, Opened | None]
-"""The form of a microbatch's output (see `_form_of`), and the opened result; both None if it is malformed."""
+_FormAndContents: TypeAlias = tuple[object, Opened | None]
+"""An output's form, None if it has not one row for each sample, and the opened result; both None if malformed."""
 
 _MAX_ROUNDS: Final = 8  # rounds in which other servers recompute outputs of a wrong form
 
@@ -42,12 +42,12 @@ class CheckedResults(ResultCheck):
     @property
     @override
     def by_referee(self) -> Forwards:
-        """Computes forwards on the coordinator."""
+        """The function that has the coordinator compute forwards."""
         return partial(_forwards_by, self._coordinator)
 
     @override
     def expected(self, router: StageRouter, charge: PeerCharge) -> tuple[float, float]:
-        """Bound a peer's reported seconds and queue by the medians, so that false reports gain it little time."""
+        """Return expected seconds and the peer's queue; medians bound both, so that false reports delay little."""
         rate, load = router.median_rate(), router.peers[charge.peer]
         queued = min(load.queued, MAX_SLOWDOWN * (1 + router.median_queued()))
         if rate is None:
@@ -76,39 +76,39 @@ class CheckedResults(ResultCheck):
         """Open results, which must all have the same form (structure, dtypes, row shapes)."""
         # If their forms differ, the referee computes the first microbatch, and other servers recompute each result of
         # another form than the referee's.
-        formed = [_formed(*pair, factory) for pair in zip(results, call.sizes, strict=True)]
-        if any(form is None or form != formed[0][0] for form, _ in formed):
-            self._recompute(results, formed, call, factory)
-        pairs = zip(results, formed, strict=True)
+        outputs = [_read_form(*pair, factory) for pair in zip(results, call.sizes, strict=True)]
+        if any(form is None or form != outputs[0][0] for form, _ in outputs):
+            self._recompute(results, outputs, call, factory)
+        pairs = zip(results, outputs, strict=True)
         return [opened(result, factory.config) if contents is None else contents for result, (_, contents) in pairs]
 
     def _recompute(
-        self, results: list[Result], formed: list[_Formed], call: CallMicrobatches, factory: CallFactory
+        self, results: list[Result], outputs: list[_FormAndContents], call: CallMicrobatches, factory: CallFactory
     ) -> None:
         """Have other servers recompute results whose form is not the referee's; replace them in both lists."""
         size = call.sizes[0]
-        first_arguments = take_rows(call.arguments, torch.arange(size), factory.config.shared)
+        probe = take_rows(call.arguments, torch.arange(size), factory.config.shared), 0  # arguments, number
         mode = replace_fields(call.modes[0], grad=False, input_grad=False)
         try:
-            ((structure, tensors),) = factory.evaluate([(first_arguments, 0)], mode, forwards=self.by_referee)
+            ((structure, tensors),) = factory.evaluate([probe], mode, forwards=self.by_referee)
         except PeerError:  # the right form stays unknown
             return
         expected = _form_of(structure, tensors, size)
         error = PeerError("its output has another form than the coordinator's, or not one row for each sample")
+        first_inputs, limit = call.runs[0].microbatch.inputs, factory.config.max_in_flight
         for _ in range(_MAX_ROUNDS):
-            wrong = [index for index, (form, _) in enumerate(formed) if form != expected]
+            wrong = [index for index, (form, _) in enumerate(outputs) if form != expected]
             works = [_forward_anew(call.runs[index], error) for index in wrong]
             if not works:
                 break
-            first, limit = call.runs[0].microbatch.inputs, factory.config.max_in_flight
-            for index, result in zip(wrong, run_all(factory.runtime, works, first, limit=limit), strict=True):
-                results[index], formed[index] = result, _formed(result, call.sizes[index], factory)
+            for index, result in zip(wrong, run_all(factory.runtime, works, first_inputs, limit=limit), strict=True):
+                results[index], outputs[index] = result, _read_form(result, call.sizes[index], factory)
 
 
 async def _forwards_by(coordinator: Callable[[], PeerId], runs: Sequence[MicrobatchRun]) -> list[Result]:
     """Have the coordinator compute forwards that change nothing at servers; raise its error."""
-    # Stage by stage, because the coordinator loads stages that it does not hold one at a time. These charges are on no
-    # router's account, because no router chose the coordinator.
+    # Stage by stage, because the coordinator must load each stage that it does not hold, and loads one at a time. No
+    # router is charged, because no router chose the coordinator.
     referee, all_calls = coordinator(), [run.calls for run in runs]
     for calls in all_calls:
         calls.route = [PeerCharge(referee, 0, 0.0) for _ in calls.context.routers]
@@ -122,7 +122,7 @@ async def _forwards_by(coordinator: Callable[[], PeerId], runs: Sequence[Microba
 
 
 async def _forward_anew(run: MicrobatchRun, error: PeerError) -> Result:
-    """Compute a microbatch's output again on other servers, because a server of its route sent a wrong result."""
+    """Compute an output again, and eject its whole route, because any server of it may have been wrong."""
     run.calls.release()
     for stage, charge in enumerate(run.calls.route):
         run.context.eject(stage, charge.peer, run.microbatch.key.step, error)
@@ -139,8 +139,8 @@ def _fit(gradients: serialization.Tree, inputs: serialization.Tree) -> bool:
     return all((grad.shape, grad.dtype) == (leaf.shape, leaf.dtype) for grad, leaf in plain)
 
 
-def _formed(result: Result, size: int, factory: CallFactory) -> _Formed:
-    """Return a result's form, and the opened result; both None for a malformed result."""
+def _read_form(result: Result, size: int, factory: CallFactory) -> _FormAndContents:
+    """Open a result, and return its form with the contents; both None for a malformed result."""
     try:
         contents = opened(result, factory.config)
         return _form_of(*serialization.flatten(contents[0]), size), contents

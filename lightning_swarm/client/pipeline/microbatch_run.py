@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from msgspec.structs import replace as replaced
+from msgspec.structs import replace as replace_fields
 
 from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.recovery import FIRST_PAUSE_S, LONGEST_PAUSE_S, BackwardRecovery, ForwardRecovery
@@ -43,7 +43,7 @@ class MicrobatchRun:
             calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in context.routers]
             try:
                 result = await context.with_memory(self._forward)
-                needs_backward = self.microbatch.key.adds and calls.gradient_end <= calls.last_stage
+                needs_backward = self.microbatch.key.adds and calls.first_backward_stage <= calls.last_stage
             finally:
                 if not needs_backward:
                     calls.release()
@@ -77,15 +77,15 @@ class MicrobatchRun:
         stages have accepted their backwards.
         """
         self._num_backwards += 1
-        calls, context = self.calls if adds else self.calls.for_input_gradient(self._num_backwards), self.context
+        calls = self.calls if adds else self.calls.for_input_gradient(self._num_backwards)
         calls.gradients = gradients
-        wants_input_gradient, recompute = self.microbatch.input_grad, self._num_backwards > 1
-        began_s = now_s()
+        context, wants_input_gradient = self.context, self.microbatch.input_grad
+        began_s, recompute = now_s(), self._num_backwards > 1
 
         async def run() -> serialization.Tree:
             nonlocal recompute
             backward = _BackwardRun(calls, wants_input_gradient=wants_input_gradient, recompute=recompute)
-            recompute = True  # if this runs once more after `OutOfMemory`, peers may have used up their tensors
+            recompute = True  # `with_memory` may run this twice, and the first run may have used up what peers kept
             result = await backward.run(on_accepted=on_accepted)
             if not backward.recovery.num_failures:
                 context.durations.add(now_s() - began_s)
@@ -94,10 +94,10 @@ class MicrobatchRun:
         with context.under_way():
             try:
                 result = await context.with_memory(run)
-                await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
+                await gather(self._account_forward(stage) for stage in range(calls.first_backward_stage))
             finally:
                 calls.release()
-        if adds and calls.gradient_end <= calls.last_stage:
+        if adds and calls.first_backward_stage <= calls.last_stage:
             await context.replay_buffer.keep(
                 ReplayCopy(
                     microbatch=self.microbatch,
@@ -110,10 +110,10 @@ class MicrobatchRun:
         return result
 
     def prepare_for_statistics(self) -> None:
-        """Prepare a backward without gradients, in which servers repeat the forward to add running statistics."""
+        """Prepare a backward that computes no gradient: servers repeat the forward and add batch norm statistics."""
         microbatch = self.microbatch
         # `grad=True`, although no gradient is computed: servers refuse a backward without it.
-        modes = [replaced(mode, grad=True, input_grad=False) for mode in microbatch.modes]
+        modes = [replace_fields(mode, grad=True, input_grad=False) for mode in microbatch.modes]
         self.microbatch = self.calls.microbatch = replace(microbatch, modes=modes)
         self._num_backwards += 1  # so that `backward` recomputes: peers may have kept no graph
 
@@ -148,7 +148,7 @@ def turns_apart(tensors: serialization.Tree) -> int:
 async def replay(
     context: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
 ) -> None:
-    """Replay a microbatch so that the holders (stage -> peer) add its gradients, without the peers in `avoid`."""
+    """Compute a microbatch again, without the peers in `avoid`; its `holders` (stage -> peer) add its gradients."""
     microbatch = copy.microbatch
     calls = StageCalls(context, microbatch, holders)
     calls.gradients = copy.gradients
@@ -226,7 +226,7 @@ class _BackwardRun:
         avoid: frozenset[PeerId] = frozenset(),
     ) -> None:
         self._calls = calls
-        self._replays = calls.holders is not None
+        self._replays = calls.holders is not None  # only replays have holders
         self._recomputes = self._replays or recompute
         self._wants_input_gradient = wants_input_gradient
         self.recovery = BackwardRecovery(calls, avoid)
@@ -234,20 +234,20 @@ class _BackwardRun:
     async def run(self, *, on_accepted: Callable[[], Awaitable[None]] = nothing) -> serialization.Tree:
         """Return the input's gradients in wire form, or None; await `on_accepted` once all stages have accepted."""
         calls, recovery = self._calls, self.recovery
-        stages = range(calls.last_stage, calls.gradient_end - 1, -1)
+        stages = range(calls.last_stage, calls.first_backward_stage - 1, -1)
         recovery.backwards.update(stages)
         if self._recomputes:
             recovery.forwards.update(range(calls.last_stage))
-        has_begun, has_reported = self._recomputes, False  # a recomputation begins with `_send_again`
+        sends_first, is_accepted = not self._recomputes, False  # a recomputation begins with `_send_again`
         while True:
             try:
-                if not has_begun:
-                    has_begun = True
+                if sends_first:
+                    sends_first = False
                     await gather(self._send_first(stage) for stage in stages)
                 if recovery.forwards or recovery.backwards:
                     await self._send_again()
-                if not has_reported:
-                    has_reported = True
+                if not is_accepted:
+                    is_accepted = True
                     await on_accepted()
                 if not recovery.num_failures and not self._replays:
                     recovery.done.update(await calls.receive_all())

@@ -207,8 +207,8 @@ class BackwardRecovery(Recovery):
         if stage is None:
             return
         self.done.discard(stage)
-        self.backwards.update(set(range(self.calls.gradient_end, stage + 1)) - self.done)
-        if stage < self.calls.gradient_end:
+        self.backwards.update(set(range(self.calls.first_backward_stage, stage + 1)) - self.done)
+        if stage < self.calls.first_backward_stage:
             self.forwards.update(range(stage + 1))
 
     async def _has_added_late(self, failure: StageCallFailed) -> bool:

@@ -30,9 +30,9 @@ class Microbatch:
     num_rows: int
     inputs: tuple[Any, ...]  # positional inputs of the first stage, in wire form
     extras: Sequence[dict[str, Any]]  # keyword arguments of each stage
-    modes: Sequence[ComputeMode]  # one for each stage; they differ only in the modes of the stage's modules
+    modes: Sequence[ComputeMode]  # for each stage; they differ only in its modules' modes and attributes
     weight: float  # weight of its batch
-    first_trained: int = 0  # stages before it train nothing, and compute gradients only for the input
+    first_trained: int = 0  # the first stage that trains; earlier stages only pass the gradient on to the input
 
     @property
     def input_grad(self) -> bool:
@@ -88,20 +88,20 @@ class _SpilledCopy:
 
     without_tensors: ReplayCopy
     structure: serialization.Structure  # tree of (inputs, extras, gradients)
-    extents: Sequence[TensorPlace]
+    places: Sequence[TensorPlace]
 
 
 class ReplayBuffer:
     """Keeps copies by key: up to `max_bytes` of tensors in memory, the rest in a private temporary file."""
 
-    # Until a step is decided, the event loop can replay its microbatches without running user code. The buffer outlives
-    # run generations, because a thread may be writing to its file; `clear` waits for that.
+    # The event loop replays a microbatch from its copy, without running user code. One buffer serves all generations of
+    # a run: a thread may still write to its file when a generation ends, and `clear` waits for it.
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._in_memory: dict[CallKey, tuple[ReplayCopy, int]] = {}  # key -> (copy, bytes of its tensors)
         self._spilled: dict[CallKey, _SpilledCopy] = {}
         # (evidence of results, replaced servers) of each microbatch, kept even if its copy is lost.
-        self._evidence: dict[CallKey, tuple[Mapping[Direction, ResultEvidence], Collection[tuple[int, PeerId]]]] = {}
+        self._notes: dict[CallKey, tuple[Mapping[Direction, ResultEvidence], Collection[tuple[int, PeerId]]]] = {}
         self._file = TensorFile()
         self._file_lock = asyncio.Lock()
         self._decided = -1  # the newest decided step, as far as this trainer knows
@@ -121,7 +121,7 @@ class ReplayBuffer:
             return  # decided without this trainer: its batch was struck, or servers completed it
         self._forget(key)
         if copy.evidence or copy.replaced:
-            self._evidence[key] = copy.evidence, copy.replaced
+            self._notes[key] = copy.evidence, copy.replaced
         microbatch = copy.microbatch
         structure, tensors = serialization.flatten((microbatch.inputs, list(microbatch.extras), copy.gradients))
         num_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -133,11 +133,11 @@ class ReplayBuffer:
         without_tensors = replace(copy, microbatch=replace(microbatch, inputs=(), extras=()), gradients=())
         async with self._file_lock:
             try:
-                extents = await asyncio.to_thread(self._file.write, tensors)
+                places = await asyncio.to_thread(self._file.write, tensors)
             except OSError as error:
                 self._abandon_file(error)
             else:
-                self._spilled[key] = _SpilledCopy(without_tensors, structure, extents)
+                self._spilled[key] = _SpilledCopy(without_tensors, structure, places)
 
     async def find(self, key: CallKey) -> ReplayCopy | None:
         """Return the copy of a microbatch; None if there is none."""
@@ -150,7 +150,7 @@ class ReplayBuffer:
     def result_digests(self, generation: int, step: int) -> dict[tuple[PeerId, Direction], dict[Receipt, bytes]]:
         """Return the digests of a step's results, by server and direction, even if the copies are lost."""
         digests: defaultdict[tuple[PeerId, Direction], dict[Receipt, bytes]] = defaultdict(dict)
-        for key, (evidence, _) in self._evidence.items():
+        for key, (evidence, _) in self._notes.items():
             if (key.generation, key.step) == (generation, step):
                 for direction, result in evidence.items():
                     digests[result.server, direction][key.receipt] = result.digest
@@ -159,7 +159,7 @@ class ReplayBuffer:
     def replaced(self, generation: int, step: int) -> dict[tuple[int, PeerId], set[Receipt]]:
         """Return the microbatches of a step in which peers failed and were replaced, by stage and peer."""
         receipts: defaultdict[tuple[int, PeerId], set[Receipt]] = defaultdict(set)
-        for key, (_, replaced) in self._evidence.items():
+        for key, (_, replaced) in self._notes.items():
             if (key.generation, key.step) == (generation, step):
                 for stage_and_peer in replaced:
                     receipts[stage_and_peer].add(key.receipt)
@@ -168,14 +168,14 @@ class ReplayBuffer:
     async def release(self, step: int) -> None:
         """Drop the copies of `step` and all earlier steps, because they are decided."""
         self._decided = max(self._decided, step)
-        for key in [key for key in (*self._in_memory, *self._spilled, *self._evidence) if key.step <= step]:
+        for key in [key for key in (*self._in_memory, *self._spilled, *self._notes) if key.step <= step]:
             self._forget(key)
         await self._clear_unused_file()
 
     async def clear(self) -> None:
         """Drop all copies, because the run rolled back or is void; accept copies of any step again."""
         self._decided = -1
-        for key in (*self._in_memory, *self._spilled, *self._evidence):
+        for key in (*self._in_memory, *self._spilled, *self._notes):
             self._forget(key)
         await self._clear_unused_file()
 
@@ -183,7 +183,7 @@ class ReplayBuffer:
         """Drop all copies and close the file."""
         self._in_memory.clear()
         self._spilled.clear()
-        self._evidence.clear()
+        self._notes.clear()
         self.used_bytes = 0
         self._file.close()
 
@@ -191,7 +191,7 @@ class ReplayBuffer:
         _, num_bytes = self._in_memory.pop(key, (None, 0))
         self.used_bytes -= num_bytes
         self._spilled.pop(key, None)
-        self._evidence.pop(key, None)
+        self._notes.pop(key, None)
 
     async def _clear_unused_file(self) -> None:
         """Empty the file if it holds no copy any more, as usual when a step is released."""
@@ -211,7 +211,7 @@ class ReplayBuffer:
         self._file.close()
 
     def _read(self, spilled: _SpilledCopy) -> ReplayCopy:
-        tensors = self._file.read(spilled.extents)
+        tensors = self._file.read(spilled.places)
         inputs, extras, gradients = serialization.unflatten(spilled.structure, tensors)
         microbatch = replace(spilled.without_tensors.microbatch, inputs=inputs, extras=extras)
         return replace(spilled.without_tensors, microbatch=microbatch, gradients=gradients)

@@ -98,8 +98,8 @@ class StageCalls:
         return len(self.microbatch.extras) - 1
 
     @property
-    def gradient_end(self) -> int:
-        """The first stage with gradients, where a backward ends; without any, the index after the last stage."""
+    def first_backward_stage(self) -> int:
+        """The first stage with a backward, which is the last to run it; without any, the index after the last stage."""
         if self.holders is not None:
             return min(self.holders)
         if self.microbatch.input_grad:
@@ -164,7 +164,7 @@ class StageCalls:
             source=self._ticket(stage - 1, "forward") if stage else None,
             result_key=self.result_name(stage, "forward")[1],
             structure=structure,
-            keep=stage >= self.gradient_end,
+            keep=stage >= self.first_backward_stage,
         )
         self._sent[stage, "forward"] = wanted  # recorded first, because a call that fails may have arrived
         try:
@@ -250,11 +250,11 @@ class StageCalls:
     async def receive_all(self) -> Collection[int]:
         """Wait for the last report, which includes the reports of all stages; settle these stages, and return them."""
         # The wait is as long as one stage may take. If receipts are missing then, `receive` finds the late peer.
-        stages = range(self.gradient_end, self.last_stage + 1)
+        stages = range(self.first_backward_stage, self.last_stage + 1)
         if len(stages) < 2:
             return ()
         try:
-            report = await self.wait(self.gradient_end, "backward", timeout=self.patience_s(self.last_stage))
+            report = await self.wait(self.first_backward_stage, "backward", timeout=self.patience_s(self.last_stage))
         except StageCallFailed as failure:
             if not isinstance(failure.error, DeadlineExceeded):
                 return ()

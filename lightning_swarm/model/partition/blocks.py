@@ -15,7 +15,7 @@ from lightning_swarm.model.partition.stages import Named, named_within
 _HOOK: Final = "configure_stages"
 _REMEDY: Final = (
     "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
-    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order. If the model fits on each "
+    f"`pipeline=...`, or define `{_HOOK}(self)` that returns the blocks in order. If the model fits on each "
     "machine, leave it whole: `num_stages=1, role='both', target_batch_size=...`."
 )
 
@@ -26,7 +26,7 @@ class Blocks:
 
     root: nn.Module  # the module whose forward the chain replaces, or the list whose blocks are called one by one
     root_name: str  # the root's dotted name in the model; empty for the model itself
-    names: tuple[str, ...]  # unique; the modules may have other names in the model
+    names: tuple[str, ...]  # unique names of the blocks, which may differ from their names in the model
     modules: tuple[nn.Module, ...]  # their parameters must be the model's
 
     @property
@@ -77,11 +77,11 @@ def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
     elif not isinstance(root, nn.Sequential | nn.ModuleList):
         raise ConfigError(
             f"`pipeline` must name a `torch.nn.Sequential` or a `torch.nn.ModuleList` (or the model must define "
-            f"`configure_stages`), but {name!r} is a {type(root).__name__}. " + _choices(model)
+            f"`{_HOOK}`), but {name!r} is a {type(root).__name__}. " + _choices(model)
         )
     if isinstance(root, nn.Sequential):
         _refuse_own_forward(root, name)
-    return _checked(_children_of(root, root, name))
+    return _checked(_children_of(container=root, root=root, root_name=name))
 
 
 def _refuse_own_forward(root: nn.Module, name: str) -> None:
@@ -106,8 +106,8 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
     """Find the outermost `Sequential` with all parameters but those of boundary layers; refuse none or several."""
-    layers = {id(parameter) for layer in boundary_layers(model).values() for parameter in layer.parameters()}
-    parameters = {id(parameter) for parameter in model.parameters()} - layers
+    boundary_parts = {id(part) for layer in boundary_layers(model).values() for part in layer.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()} - boundary_parts
     if not parameters:
         raise ConfigError(
             f"a model must have parameters to be cut, got {type(model).__name__} without any. "
@@ -121,7 +121,7 @@ def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
     if len(found) != 1:
         got = "none" if not found else "several (" + ", ".join(name for name, _ in found) + ")"
         raise ConfigError(
-            "with `pipeline=None`, the model must define `configure_stages` or have one `torch.nn.Sequential` that "
+            f"with `pipeline=None`, the model must define `{_HOOK}` or have one `torch.nn.Sequential` that "
             f"holds all its parameters, got {got} in {type(model).__name__}. {_fullest_list(model)}{_REMEDY}"
             + _outside(model)
         )
@@ -142,7 +142,7 @@ def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
     if not isinstance(result, Sequence) or not all(isinstance(block, nn.Module) for block in result):
         kinds = sorted({type(block).__name__ for block in result}) if isinstance(result, Sequence) else []
         raise ConfigError(
-            "`configure_stages` must return a sequence of modules or a `torch.nn.ModuleDict`, got "
+            f"`{_HOOK}` must return a sequence of modules or a `torch.nn.ModuleDict`, got "
             f"{type(result).__name__}{' of ' + ', '.join(kinds) if kinds else ''}. "
             "Return the blocks in the order in which they run, such as `[self.embed, *self.layers, self.head]`."
         )
@@ -169,8 +169,8 @@ def _checked(blocks: Blocks) -> Blocks:
 
 
 def _choices(model: nn.Module) -> str:
-    halves = {id(part) for layer in boundary_layers(model).values() for part in layer.modules()}
-    candidates = [(name, module) for name, module in model.named_modules() if name and id(module) not in halves]
+    boundary_parts = {id(part) for layer in boundary_layers(model).values() for part in layer.modules()}
+    candidates = [(name, module) for name, module in model.named_modules() if name and id(module) not in boundary_parts]
     names = [name for name, module in candidates if isinstance(module, nn.Sequential | nn.ModuleList)]
     if not names:
         return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"

@@ -1,4 +1,4 @@
-"""The dispatch mode in which a thread's random operations draw from a keyed stream, and its use only where needed."""
+"""A dispatch mode in which random operations draw from a keyed stream, and a runner that enters it only if needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random.keyed_stream import key_seed
 from lightning_swarm.model.random.operators import HANDLERS, plain_attention
 
-# The rule of a random operation, called as (mode, func, args, kwargs). Torch tags its random operations, so the mode
-# notices operations that this package does not know.
+# Runs a random operation inside the mode; called as (mode, func, args, kwargs).
 Rule: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
 # These operations are tagged as random, but only choose a kernel, or use numbers that another operation drew.
@@ -42,13 +41,13 @@ def _rule_of(func: Any) -> Rule | None:
     """Return the rule of an operation, or None if it draws nothing."""
     if (handler := HANDLERS.get(func)) is not None:
         return lambda mode, func, args, kwargs: handler(mode.next_key(func), *args, **kwargs)
-    name: str = func._schema.name
+    name: str = func._schema.name  # torch tags random operations, so this also finds those without a handler
     if torch.Tag.nondeterministic_seeded not in func.tags or name in _DRAWS_NOTHING or name.endswith("_backward"):
         return None
     if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return _decomposed
     indices = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "generator"]
-    return _seeded(indices[0]) if indices else _refused_if_drawn
+    return _seeded(indices[0]) if indices else _refuse_unless_dropout_off
 
 
 def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,7 +72,7 @@ def _seeded(index: int) -> Rule:
     return rule
 
 
-def _refused_if_drawn(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse_unless_dropout_off(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation whose random numbers cannot be replaced; raise `ConfigError` unless its dropout is off."""
     values = {
         argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -161,13 +160,12 @@ class KeyedRandom(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Allow blocks to be compiled, because compiled code draws its numbers, or its kernels' seeds, in this mode."""
+        """Let blocks be compiled: compiled code draws its random numbers, or the seeds of its kernels, in this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch's own guard around `__torch_dispatch__` takes longer than the method, so `skip` replaces it.
-        return False
+        return False  # torch adds no guard of its own to `__torch_dispatch__`, which would be slow; `skip` does its job
 
     def next_key(self, func: object) -> int:
         """Return the 64-bit key of the next draw, which `func` makes."""
@@ -196,8 +194,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 _T = TypeVar("_T")
 
-_MAX_ALARMS: Final = 3
-"""Draws of other threads after which a kind of computation stays in the mode.
+_MAX_REPEATS: Final = 3
+"""After this many repeated runs, a kind of computation always runs in the mode.
 
 Otherwise, if other threads draw all the time, each computation would run twice.
 """
@@ -212,18 +210,18 @@ class KeyedOnDemand:
     """Runs computations of a stage, inside `KeyedRandom` only if they draw random numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_known = device.type in ("cpu", "cuda")  # on other devices everything runs in the mode
-        # "cuda" has no index and means the current device, whose index a tensor on it has.
+        self._can_watch_generators = device.type in ("cpu", "cuda")  # otherwise everything runs in the mode
+        # `device` may lack an index ("cuda"); a tensor that is made there has it.
         self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
         self._drawless: set[Hashable] = set()
-        self._alarms: Counter[Hashable] = Counter()
+        self._num_repeats: Counter[Hashable] = Counter()
 
     def run(
         self,
         kind: Hashable,  # computations of one kind all draw or all do not
         seed: int,
         compute: Callable[[], _T],
-        anew: Callable[[], Callable[[], _T]] | None = None,  # makes another `compute`, if it can run only once
+        anew: Callable[[], Callable[[], _T]] | None = None,  # if `compute` can run only once: makes another
     ) -> tuple[_T, bool]:
         """Compute, and return the result and whether random numbers were drawn."""
         if kind not in self._drawless:
@@ -235,20 +233,20 @@ class KeyedOnDemand:
             return result, False
         del result  # the second result needs the memory
         self._drawless.discard(kind)
-        self._alarms[kind] += 1
+        self._num_repeats[kind] += 1
         try:
             result, has_drawn = self._run_keyed(kind, seed, compute if anew is None else anew())
         except BaseException:
             self._restore(before)
             raise
-        if has_drawn:  # if another thread drew, too, it then draws the same numbers again, which does no harm
+        if has_drawn:  # another thread that drew meanwhile draws the same numbers again; that is harmless
             self._restore(before)
         return result, has_drawn
 
     def _run_keyed(self, kind: Hashable, seed: int, compute: Callable[[], _T]) -> tuple[_T, bool]:
         with KeyedRandom(seed) as mode:
             result = compute()
-        if not mode.draw and self._is_known and self._alarms[kind] < _MAX_ALARMS:
+        if not mode.draw and self._can_watch_generators and self._num_repeats[kind] < _MAX_REPEATS:
             self._drawless.add(kind)
         return result, mode.draw > 0
 

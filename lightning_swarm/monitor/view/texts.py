@@ -1,4 +1,4 @@
-"""Texts of the view about a run's state and its events. Pure."""
+"""Texts that the view shows about a run's state and its events. Pure functions, except for the time zone."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _swarm_texts(scene: Scene) -> Iterator[str]:
         yield f"peers per stage: {' + '.join(str(len(rows)) for rows in present)}{gone}"
     num_peers = len({row.peer.peer_id for rows in present for row in rows})
     num_empty = sum(not rows for rows in present)
-    empty = f", {num_empty} of them empty" if num_empty else ""
+    empty = f" ({num_empty} empty)" if num_empty else ""
     yield f"{num_peers} peers{'' if scene.status.is_whole else f' in {len(stages)} stages'}{empty}{gone}"
 
 

@@ -30,8 +30,8 @@ from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
 
-# Names of the folders that servers write to. A server that finds such a folder shares the lead's file system.
-FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
+# Servers write only to such folders, of unfinished checkpoints. A server that finds one shares the lead's file system.
+_PARTIAL_FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
 
 
 class StateHandlers:
@@ -61,7 +61,8 @@ class StateHandlers:
         run.check_generation(state.generation)
         stage = self._steps.stage(state.stage_index)
         stage.check_version(state.version)
-        if state.version != run.manifest.first_step or (stage.index in self._membership.loaded) != state.optimizer:
+        is_loaded = stage.index in self._membership.loaded
+        if state.version != run.manifest.first_step or state.optimizer != is_loaded:
             raise ProtocolError(
                 f"stage {stage.index} accepts its initial weights once, then its optimizer's state, and both only "
                 "before the first step; later, only records change them"
@@ -89,8 +90,7 @@ class StateHandlers:
         # If servers are not trusted, the coordinator also reads states, to settle contradictions.
         if caller != run.coordinator or not run.trusted:
             run.check_trainer(caller)
-        # Records wait while the lead reads, unless they come late. For other callers, the tensors must not change
-        # while they are sent.
+        # Copy if a record may change the tensors while they are sent. Records wait for the lead, except late records.
         copy = caller != run.manifest.lead or run.manifest.settings.delay_optimizer_step
         return (await self._read(request, lambda stage: _state(stage, request, copy=copy)))[1]
 
@@ -107,14 +107,14 @@ class StateHandlers:
         """Write a stage's part of a checkpoint, if the lead's folder is on a file system of this machine."""
         self._membership.check_lead(caller, "has checkpoints written")
         folder = Path(request.folder)
-        if not folder.is_absolute() or not re.fullmatch(FOLDER, folder.name):
+        if not folder.is_absolute() or not re.fullmatch(_PARTIAL_FOLDER, folder.name):
             raise ProtocolError(f"a server writes only to folders of partial checkpoints, got {request.folder!r}")
         self._membership.run.check_generation(request.generation)
         if not await asyncio.to_thread(folder.is_dir):
             return WriteReply(here=False, written=[]), ()
         stage, parts = await self._read(request, lambda stage: _content(stage, request))
         try:
-            # Shared, not copied, because no record is applied while the lead waits.
+            # Shared, not copied: the lead has received all records, even late ones, and none comes while it waits.
             written = await asyncio.to_thread(sharded_format.write, folder, stage.index, parts)
         except OSError as error:
             raise SwarmError(f"stage {stage.index} cannot be written to {folder}: {error}") from error

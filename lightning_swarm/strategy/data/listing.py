@@ -22,7 +22,7 @@ class EpochListing:
     ) -> None:
         drawn = iter(batches)
         listed = [list(batch) for batch in islice(drawn, num_batches)]
-        if draws_end:  # loaders with workers also draw the end, at which a sampler may draw more random numbers
+        if draws_end:  # a loader with workers draws on to the sampler's end, which may take more random numbers
             next(drawn, None)
         lengths = [len(batch) for batch in listed]
         if not all(lengths):
@@ -65,7 +65,7 @@ class EpochListing:
 
 
 def subset_digest(dataset: object) -> bytes:
-    """Digest the indices of a `Subset`, such as `random_split` makes, and of subsets in it. Other datasets: empty."""
+    """Digest the indices of a `Subset`, such as `random_split` makes, and of subsets in it; else empty."""
     digests = b""
     while isinstance(dataset, Subset):
         digests += hashlib.sha256(np.asarray(dataset.indices).tobytes()).digest()

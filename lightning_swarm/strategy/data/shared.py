@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 from lightning.pytorch import Trainer
-from msgspec.structs import replace as replaced
+from msgspec.structs import replace as replace_fields
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import TypeIs
@@ -62,7 +62,7 @@ class SharedData:
         self._plans: dict[int, EpochPlan] = {}  # epoch -> plan
         self._listings: dict[int, EpochListing] = {}  # epoch -> batches of its plan
         self._start: BatchNumber | None = None  # first batch of this generation of the run
-        self._received: dict[int, EpochPlan | None] = {}  # epoch -> plan from the lead that is not listed here yet
+        self._received: dict[int, EpochPlan | None] = {}  # epoch -> plan from the lead whose batches are not drawn yet
         self._restored: dict[int, EpochPlan] = {}  # epoch -> plan in the checkpoint that was loaded
         self._restored_position: BatchNumber | None = None  # first batch after that checkpoint
         self.number: BatchNumber | None = None  # number of the current batch
@@ -95,7 +95,7 @@ class SharedData:
         lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
         copied = copy.copy(loader)  # the user's class may have unknown constructor arguments
         vars(copied).update(batch_sampler=lane, _iterator=None)
-        divided = cache(divided)
+        divided = cache(divided)  # `SharedLoader` asks repeatedly; None: it reads the lane
         self._loader = SharedLoader(copied, self._begin_batch, lambda: divided() if self._has_several_loaders else None)
         return self._loader
 
@@ -110,9 +110,8 @@ class SharedData:
             Override(fit_loop.epoch_loop, "reset", self._quietly_reset),
             Override(fit_loop, "on_advance_start", self._receive_metrics),
         )
-        self._save, self._load, self._begin, self._reset, self._advance = (
-            override.replaced for override in self._overrides
-        )
+        own = [override.replaced for override in self._overrides]  # the loop's own methods, in the order above
+        self._own_save, self._own_load, self._own_run_start, self._own_reset, self._own_advance_start = own
 
     def close(self) -> None:
         """Restore Lightning's loop and the user's hooks. May be called twice."""
@@ -162,7 +161,7 @@ class SharedData:
         return tree_of(trainer).call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     def _indices(self, number: BatchNumber) -> list[Any]:
-        """Return a batch's indices, after listing its epoch."""
+        """Return a batch's indices, after drawing its epoch's batches."""
         epoch, index = number
         self._plan_of(epoch)
         return self._listings[epoch][index]
@@ -174,23 +173,24 @@ class SharedData:
         epoch = self._trainer.current_epoch
         plan = self._plan_of(epoch)
         assert self._session is not None
-        upcoming = None if plan is None else self._next_index(plan, plan.begin - 1)
+        upcoming = None if plan is None else self._next_index(plan, plan.begin)
         while plan is not None and upcoming is not None and upcoming < plan.num_batches:
-            index, upcoming = upcoming, self._next_index(plan, upcoming)
+            index, upcoming = upcoming, self._next_index(plan, upcoming + 1)
             num_left = len(range(upcoming, plan.num_batches, len(self._session.lanes)))
             yield (epoch, index), self._listings[epoch][index], num_left
 
     def _next_index(self, plan: EpochPlan, index: int) -> int:
-        """Return the lane's next uncounted batch after `index`, as the current trainers divide the epoch."""
+        """Return the lane's first uncounted batch at or after `index`, as the current trainers divide the epoch."""
         assert self._session is not None
-        position = self._session.run.position or (0, 0)
-        begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
-        if position[0] > plan.epoch:
-            begin = plan.num_batches
-        return next_in_lane(plan.begin, begin, self._session.lanes, self._session.peer_id)
+        open_epoch, first_uncounted = self._session.run.position or (0, 0)
+        if open_epoch == plan.epoch:
+            index = max(index, first_uncounted)
+        elif open_epoch > plan.epoch:
+            index = plan.num_batches
+        return next_in_lane(plan.begin, index, self._session.lanes, self._session.peer_id)
 
     def _lane_length(self) -> int:
-        """Return the number of batches of a whole epoch's lane, before a fractional limit, which Lightning applies."""
+        """Return the length of this trainer's lane in a whole epoch; Lightning applies a fractional limit itself."""
         limit = self._trainer.limit_train_batches
         length = len(self._origin) if isinstance(limit, float) else self.num_batches()
         return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
@@ -216,27 +216,27 @@ class SharedData:
     def _quietly_reset(self) -> None:
         """Reset the loop, without Lightning's warning if the batches are shared."""
         with without_resume_warning() if self.shares else nullcontext():
-            self._reset()
+            self._own_reset()
 
     def _begin_epoch(self, data_fetcher: Any) -> None:
-        """Lift Lightning's limit in a resumed epoch, of which more batches may be complete than one lane has."""
+        """In a resumed epoch, lift the limit: Lightning counts all complete batches, maybe more than a lane has."""
         if self.shares and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             self._trainer.fit_loop.max_batches = float("inf")  # until `_begin_batch` sets it
-        self._begin(data_fetcher)
+        self._own_run_start(data_fetcher)
 
     # ------------------------------------------------------------------ plans
 
     def _plan_of(self, epoch: int) -> EpochPlan | None:
-        """Return the plan of an epoch, after listing its order; None if the whole epoch is complete."""
+        """Return the plan of an epoch, after drawing its batches; None if the whole epoch is complete."""
         if epoch not in self._plans:
             assert self._session is not None
             if self._session.is_lead:
-                self._plan_epoch(epoch)
+                self._publish_epoch(epoch)
             else:
                 plan = self._received.pop(epoch, None) or self._wait_for_plan(epoch)
                 if plan is None:
                     return None
-                self._list_plan(plan)
+                self._draw_and_check(plan)
         return self._plans[epoch]
 
     def _wait_for_plan(self, epoch: int) -> EpochPlan | None:
@@ -256,24 +256,24 @@ class SharedData:
             metrics = {} if plan is None else plan.metrics
             values = {name: torch.tensor(value, dtype=torch.get_default_dtype()) for name, value in metrics.items()}
             self._trainer._logger_connector._callback_metrics.update(values)
-        self._advance()
+        self._own_advance_start()
 
-    def _plan_epoch(self, epoch: int) -> None:
-        """List, at the lead, an epoch that begins or is resumed, and publish its plan."""
+    def _publish_epoch(self, epoch: int) -> None:
+        """Publish, at the lead, the plan of an epoch that begins or is resumed."""
         if self._start is None:
             self._start = self._first_position(epoch)
             older = sorted(older_epoch for older_epoch in self._restored if older_epoch < epoch)
-            for older_epoch in older:  # each listing leaves the generators in the state for the next epoch's order
-                plan = self._list_restored_epoch(older_epoch)
-                if older_epoch >= self._start[0]:  # the run's weights do not include its remaining batches
+            for older_epoch in older:  # drawing an epoch leaves the generators in the state for the next epoch
+                plan = self._restored_plan(older_epoch)
+                if older_epoch >= self._start[0]:  # its remaining batches are still to be trained on
                     self._publish(plan)
             if older and epoch not in self._restored:
-                self._seed_workers()
-        self._publish(self._list_restored_epoch(epoch) if epoch in self._restored else self._list_new_epoch(epoch))
+                self._skip_workers_seed()
+        self._publish(self._restored_plan(epoch) if epoch in self._restored else self._new_plan(epoch))
 
-    def _seed_workers(self) -> None:
+    def _skip_workers_seed(self) -> None:
         """Draw the workers' seed, as a loader does when an epoch begins."""
-        # The loader has already drawn it, but listing older epochs again has reset its generator.
+        # The loader has drawn it, but drawing older epochs again has reset the generator. Persistent workers draw none.
         origin = self._origin
         keeps_workers = origin.persistent_workers and origin.num_workers > 0
         if origin.generator is not None and not keeps_workers:
@@ -291,10 +291,10 @@ class SharedData:
             return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self.num_batches())
         return epoch, 0
 
-    def _list_new_epoch(self, epoch: int) -> EpochPlan:
-        """List an epoch with the order that a DataLoader would draw now, and return its plan."""
+    def _new_plan(self, epoch: int) -> EpochPlan:
+        """Draw an epoch's batches as a DataLoader would draw them now, and return their plan."""
         random = take_random_numbers(own_generators(self._origin))
-        listing = self._listings[epoch] = self._list(epoch)
+        listing = self._listings[epoch] = self._draw_batches(epoch)
         return EpochPlan(
             epoch=epoch,
             begin=self._first_batch(epoch, len(listing)),
@@ -305,12 +305,12 @@ class SharedData:
             metrics=callback_metrics(self._trainer),
         )
 
-    def _list_restored_epoch(self, epoch: int) -> EpochPlan:
-        """List an epoch again with its order from before the checkpoint, and return its plan."""
+    def _restored_plan(self, epoch: int) -> EpochPlan:
+        """Draw an epoch's batches again as before the checkpoint, and return their plan."""
         plan = self._restored[epoch]
-        self._list_plan(plan, "those listed before the checkpoint was saved")
+        self._draw_and_check(plan, "the checkpoint")
         begin, last = self._first_batch(epoch, plan.num_batches), self.is_last_epoch(epoch)
-        return replaced(plan, begin=begin, last=last, metrics=callback_metrics(self._trainer))
+        return replace_fields(plan, begin=begin, last=last, metrics=callback_metrics(self._trainer))
 
     def is_last_epoch(self, epoch: int) -> bool:
         """Return whether the lead's loop ends with this epoch."""
@@ -333,20 +333,20 @@ class SharedData:
         self._session.plan(plan, self._start)
         self._forget_old_epochs()
 
-    def _list_plan(self, plan: EpochPlan, expected: str = "those of the lead") -> None:
-        """List an epoch with the plan's random numbers, and refuse the plan if the batches differ."""
+    def _draw_and_check(self, plan: EpochPlan, owner: str = "the lead") -> None:
+        """Draw an epoch's batches with the plan's random numbers, and refuse the plan if they differ from it."""
         generators = own_generators(self._origin)
         listing = None
         if len(generators) == len(plan.random.own):
             with drawing_from(plan.random, generators):
-                listing = self._list(plan.epoch)
+                listing = self._draw_batches(plan.epoch)
         if listing is None or not listing.matches(plan):
             sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
-            differing = f"{len(generators)} generators" if listing is None else f"{len(listing)} batches"
-            num_expected = len(plan.random.own) if listing is None else plan.num_batches
+            own = f"{len(generators)} generators" if listing is None else f"{len(listing)} batches"
+            other = f"{len(plan.random.own)} generators" if listing is None else f"{plan.num_batches} batches"
             raise ConfigError(
-                f"all trainers must list the same batches from the same random numbers: the {differing} of "
-                f"{type(sampler).__name__} in epoch {plan.epoch} differ from {expected} ({num_expected}). Use the same "
+                f"all trainers must draw the same batches from the same random numbers: this trainer's {own} of "
+                f"{type(sampler).__name__} in epoch {plan.epoch} differ from {owner}'s {other}. Use the same "
                 "dataset, batch size and sampler, and let the sampler draw from the generators of torch, numpy or "
                 "random; seed a `random_split`, by its `generator` or by `seed_everything`. Or set "
                 "`use_distributed_sampler=False` in all trainers."
@@ -354,8 +354,8 @@ class SharedData:
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
         self._forget_old_epochs()
 
-    def _list(self, epoch: int) -> EpochListing:
-        """List an epoch's batches, as a DataLoader would draw them now."""
+    def _draw_batches(self, epoch: int) -> EpochListing:
+        """Draw an epoch's batches from the user's batch sampler, as a DataLoader would draw them now."""
         batches: Any = self._origin.batch_sampler
         for sampler in {id(sampler): sampler for sampler in (batches, getattr(batches, "sampler", None))}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
@@ -380,7 +380,7 @@ class SharedData:
 
     def _save_with_plans(self) -> dict[str, Any]:
         """Add the plans and the position in the data to the loop's state."""
-        state: dict[str, Any] = self._save()
+        state: dict[str, Any] = self._own_save()
         if self.shares and self.position is not None:
             plans = [torch.frombuffer(bytearray(encode(plan)), dtype=torch.uint8) for plan in self._plans.values()]
             state[STATE] = {"plans": plans, "position": list(self.position)}
@@ -394,11 +394,11 @@ class SharedData:
             epoch, index = saved["position"]
             self._restored = {plan.epoch: plan for plan in plans}
             self._restored_position = (epoch, index) if epoch in self._restored else None
-        self._load(state_dict)
+        self._own_load(state_dict)
 
 
 def callback_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the scalar metrics for callbacks, as far as they fit into a plan, without metrics of training."""
+    """Return the validation's scalar metrics that callbacks see, as many as fit into a plan."""
     metas = [entry.meta for entry in trainer.fit_loop.epoch_loop._results.values()]
     in_training = {name for meta in metas for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
     metrics = {

@@ -511,7 +511,7 @@ def test_machines_are_read_in_their_units(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("3", ["machine 1 of", "keys and values", "got 3"]),
+        ("3", ["machine 1 of", "a mapping", "got 3"]),
         (GOOD.replace("tflops", "tflop"), ["unknown key 'tflop'", "tflops"]),
         (GOOD.replace("tflops: 2, ", ""), ["tflops", "samples_per_s", "got none"]),
         (GOOD.replace("tflops: 2", "tflops: 2, samples_per_s: 3"), ["one of", "tflops and samples_per_s"]),
@@ -521,7 +521,7 @@ def test_machines_are_read_in_their_units(tmp_path: Path) -> None:
         (GOOD.replace("memory_gb: 8, ", ""), ["must have `memory_gb`", "Add it"]),
         (GOOD.replace("up_mbit: 100", "up_mbit: 0"), ["`up_mbit`", "above 0", "got 0"]),
         (GOOD.replace("}", ", latency_ms: -1}"), ["`latency_ms`", "at least 0", "got -1"]),
-        (GOOD.replace("}", ", count: 0}"), ["`count`", "1..10000", "got 0"]),
+        (GOOD.replace("}", ", count: 0}"), ["`count`", "from 1 to 10000", "got 0"]),
         (GOOD.replace("}", ", processor: gpu}"), ["accelerator", "'gpu'"]),
     ],
 )
