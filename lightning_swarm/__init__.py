@@ -74,5 +74,5 @@ else:
     import_after("lightning.pytorch", "lightning_swarm.strategy.registration")
     # LightningCLI finds a class by its bare name only if the class's module is imported.
     import_after("lightning.pytorch.cli", *_PATHS.values())
-    # Only if the script imports `pytorch_lightning`, before or after this package.
+    # Imported only if the script imports `pytorch_lightning`, before or after this package.
     import_after("pytorch_lightning", "lightning_swarm.pytorch_lightning")

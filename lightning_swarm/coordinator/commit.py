@@ -361,7 +361,7 @@ class StepCommit:
         closing = closed.closing
         listening = [] if late else self._server_membership.listen(closed, change)
         choose = partial(self._choose_blamed, closing, ())
-        answered, failed = await self._servers.average(closing, closed.named, late=late, choose_blamed=choose)
+        answered, failed = await self._servers.average(closing, closed.named, is_late_step=late, choose_blamed=choose)
         if not failed and not any(reply.failure for reply in answered.values()):
             checked = await sums.oversight.check_means(closing, change.selection or self._run.selection, answered)
             return await self._apply_check(checked, sums, closed, listening)

@@ -53,7 +53,7 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
 _T = TypeVar("_T")
 
 ROUND_TIMEOUTS: Final = 5.0
-"""Call timeouts for one round: a server waits for other servers' parts, then for their means; twice with PowerSGD."""
+"""Timeout of a round, in call timeouts: a server waits for parts, then for means, and PowerSGD averages twice."""
 
 _MAX_DAMAGED: Final = 3  # repetitions of a call whose messages were damaged in transit
 _FIRST_PAUSE_S: Final = 1.0  # wait before a record is sent to a server again; doubles each time
@@ -73,12 +73,10 @@ class ServerCalls:
         self._spawn = context.spawn
         self._timeout, self._silence_s = context.limits.call_timeout, context.limits.silence_timeout
         self._behind: dict[PeerId, Record] = {}  # server that may not have applied the newest record -> that record
-        self.unsettled: dict[PeerId, SwarmError] = {}  # servers without the change with which the open step began
-        # Method -> durations, from which deadlines follow. None: no server is a stranger, and calls have full timeouts.
-        self._durations: defaultdict[Rpc, Durations] | None = None
+        self.unsettled: dict[PeerId, SwarmError] = {}  # servers that did not confirm SETTLE of the open step
+        self._has_strangers = context.run.electorate.has_strangers  # if not, calls have full timeouts
+        self._durations = defaultdict[Rpc, Durations](Durations)  # method -> durations, from which deadlines follow
         self._durations_of = defaultdict[tuple[Rpc, PeerId], Durations](Durations)  # (method, server) -> durations
-        if context.run.electorate.has_strangers:
-            self._durations = defaultdict(Durations)
 
     @property
     def own(self) -> PeerId:
@@ -109,7 +107,7 @@ class ServerCalls:
             record = self._behind.get(peer)
             if record is not None:
                 await self._apply(peer, record)
-            # A late microbatch, which another server has taken over, may still hold the compute thread.
+            # At least `MIN_UNFAMILIAR_S`: a late microbatch, replayed elsewhere, may still hold the compute thread.
             timeout = min(max(self._deadline_s(rpc.FREEZE, self._timeout, peer), MIN_UNFAMILIAR_S), self._timeout)
             answer = await self._call(peer, rpc.FREEZE, request, timeout=timeout)
             for signed in answer.bans or ():
@@ -124,7 +122,7 @@ class ServerCalls:
         closing: Closing,
         named: Mapping[PeerId, list[NamedReceipts]],
         *,
-        late: bool,
+        is_late_step: bool,
         choose_blamed: Callable[[Mapping[PeerId, Sequence[PeerId]]], list[PeerId]],
     ) -> tuple[dict[PeerId, AverageReply], dict[PeerId, SwarmError]]:
         """Run a round of averaging. If no server fails or reports a failure, all hold their stages' means.
@@ -135,21 +133,19 @@ class ServerCalls:
         waits = _AverageWaits(patience_s, choose_blamed)
 
         async def ask(peer: PeerId, request: AverageRequest) -> AverageReply:
-            # The longer timeout leaves servers time to report a silent server, before they are late themselves.
+            # Until the round fails, servers have time to wait for a silent server and report it before they are late.
             timeout = patience_s if waits.has_failed else ROUND_TIMEOUTS * patience_s
             async with waits.until_blamed(peer):
                 reply = await self._call(peer, rpc.AVERAGE, request, timeout=timeout)
             if any(part.squared_norm < 0.0 for part in reply.parts):
                 norms = [part.squared_norm for part in reply.parts]
                 raise ProtocolError(f"squared norms must not be negative, got {norms}")
-            if self._durations is not None:
+            if self._has_strangers:
                 waits.note(peer, reply.unreached)
             return reply
 
-        works = {
-            peer: partial(ask, peer, AverageRequest(closing=closing, named=receipts, late=late, patience_s=patience_s))
-            for peer, receipts in sorted(named.items())
-        }
+        request = partial(AverageRequest, closing=closing, late=is_late_step, patience_s=patience_s)
+        works = {peer: partial(ask, peer, request(named=receipts)) for peer, receipts in sorted(named.items())}
         return await self._each(rpc.AVERAGE, works)
 
     async def ask(self, peer: PeerId, method: Call[Q, A], request: Q, *, num_timeouts: float) -> A:
@@ -166,9 +162,9 @@ class ServerCalls:
         # These include servers that the record releases, because they stay until they have applied it.
         rosters = [*self._run.present(record.closing.absent), [newcomer.member for newcomer in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
-        _, late = await self.ask_all(rpc.APPLY, peers, record)
-        self._behind = dict.fromkeys(late, record)
-        for peer in late:
+        _, unanswered = await self.ask_all(rpc.APPLY, peers, record)
+        self._behind = dict.fromkeys(unanswered, record)
+        for peer in unanswered:
             self._spawn(self._repeat_apply(peer, record))
 
     async def _repeat_apply(self, peer: PeerId, record: Record) -> None:
@@ -203,14 +199,14 @@ class ServerCalls:
         """
         replies = await gather(self._answer_of(method, peer, work) for peer, work in works.items())
         results = dict(zip(works, replies, strict=True))
-        if self._durations is not None and self._are_most_late(results):
-            # The whole swarm is slow, or this peer's own link. So late servers get twice the time, and it is doubled
-            # again whenever most are late.
+        if self._has_strangers and self._are_most_silent(results):
+            # The whole swarm is slow, or this peer's own link. So silent servers get twice the time, and it is doubled
+            # again whenever most are silent.
             self._durations[method].extend()
-            late = [peer for peer, result in results.items() if isinstance(result, ServerSilent)]
-            again = await gather(self._answer_of(method, peer, works[peer]) for peer in late)
-            results.update(zip(late, again, strict=True))
-            if self._are_most_late(results):  # then no server is held to be silent
+            silent = [peer for peer, result in results.items() if isinstance(result, ServerSilent)]
+            again = await gather(self._answer_of(method, peer, works[peer]) for peer in silent)
+            results.update(zip(silent, again, strict=True))
+            if self._are_most_silent(results):  # then no server is held to be silent
                 results = {
                     peer: DeadlineExceeded(str(result)) if isinstance(result, ServerSilent) else result
                     for peer, result in results.items()
@@ -221,10 +217,10 @@ class ServerCalls:
             raise deposed
         return {peer: result for peer, result in results.items() if not isinstance(result, SwarmError)}, failed
 
-    def _are_most_late(self, results: Mapping[PeerId, object]) -> bool:
+    def _are_most_silent(self, results: Mapping[PeerId, object]) -> bool:
         """Return whether most servers, not counting the coordinator's own, gave no answer in time."""
-        num_late = sum(isinstance(result, ServerSilent) for result in results.values())
-        return 2 * num_late > len(results) - (self.own in results)
+        num_silent = sum(isinstance(result, ServerSilent) for result in results.values())
+        return 2 * num_silent > len(results) - (self.own in results)
 
     async def _answer_of(self, method: Rpc, peer: PeerId, work: Callable[[], Awaitable[_T]]) -> _T | SwarmError:
         """Return a call's answer or error, and record its duration; raise an error of the coordinator's own server."""
@@ -234,16 +230,16 @@ class ServerCalls:
         except SwarmError as error:
             if peer == self.own:
                 raise
-            is_silent = self._durations is not None and isinstance(error, DeadlineExceeded)
+            is_silent = self._has_strangers and isinstance(error, DeadlineExceeded)
             return ServerSilent(str(error)) if is_silent else error
-        if self._durations is not None and peer != self.own:
+        if self._has_strangers and peer != self.own:
             self._durations[method].add(now_s() - began_s)
             self._durations_of[method, peer].add(now_s() - began_s)
         return answer
 
     def _deadline_s(self, method: Rpc, longest_s: float, peer: PeerId | None = None) -> float:
         """Return the seconds that a server may take; if servers are untrusted, a multiple of its usual time."""
-        if self._durations is None:
+        if not self._has_strangers:
             return longest_s
         usual = self._durations[method]
         # Without a peer, all servers do the work together.
@@ -290,7 +286,7 @@ class _AverageWaits:
     ) -> None:
         self._patience_s, self._choose_blamed = patience_s, choose_blamed
         self._unreached: dict[PeerId, Sequence[PeerId]] = {}  # server -> peers that it did not reach
-        self._limits: dict[PeerId, asyncio.Timeout] = {}  # timeouts of servers that have not answered
+        self._timeouts: dict[PeerId, asyncio.Timeout] = {}  # timeouts of servers that have not answered
         self._earliest_s = now_s() + patience_s  # before this time, no wait ends
 
     @property
@@ -302,24 +298,25 @@ class _AverageWaits:
     async def until_blamed(self, peer: PeerId) -> AsyncIterator[None]:
         """Wait for an answer within the context; raise DeadlineExceeded if the server is blamed before it answers."""
         try:
-            async with asyncio.timeout(None) as self._limits[peer]:
+            async with asyncio.timeout(None) as timeout:
+                self._timeouts[peer] = timeout
                 yield
         except TimeoutError as error:
             reason = f"{peer} sent other servers no part of a mean, and did not answer, for {self._patience_s:g} s"
             raise DeadlineExceeded(reason) from error
         finally:
-            self._limits.pop(peer, None)
+            self._timeouts.pop(peer, None)
 
     def note(self, peer: PeerId, unreached: Sequence[PeerId]) -> None:
         """Record the peers that a server did not reach."""
         self._unreached[peer] = unreached
-        while self._limits and self.has_failed:
-            late = {
-                reporter: [peer for peer in unreached if peer in self._limits]
-                for reporter, unreached in self._unreached.items()
+        while self._timeouts and self.has_failed:
+            open_reports = {
+                reporter: [silent for silent in reported if silent in self._timeouts]
+                for reporter, reported in self._unreached.items()
             }
-            blamed = self._choose_blamed(late)
-            # If two servers accuse each other, the one that answered may have reported falsely.
-            if len(blamed) != 1 or blamed[0] not in self._limits:
+            blamed = self._choose_blamed(open_reports)
+            # Continue only with a single, awaited server: of two that accuse each other, either may report falsely.
+            if len(blamed) != 1 or blamed[0] not in self._timeouts:
                 return
-            self._limits.pop(blamed[0]).reschedule(self._earliest_s)
+            self._timeouts.pop(blamed[0]).reschedule(self._earliest_s)

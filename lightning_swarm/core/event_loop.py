@@ -21,7 +21,7 @@ from lightning_swarm.core.tasks import cancel_and_wait, first_of
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
-_UNWATCHED_S: Final = 1.0  # the lead watches for lost stages only while it waits for longer than this
+_UNWATCHED_S: Final = 1.0  # the lead does not watch a shorter wait for lost stages
 _CLEANUP_TIMEOUT_S: Final = 10.0  # longest wait for cleanup, or for the end of the loop's thread
 
 
@@ -30,7 +30,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run the coroutine to its end and return its result. An interrupt (Ctrl-C) cancels it first."""
+        """Run the coroutine to its end and return its result. Ctrl-C cancels the coroutine, and is then raised."""
 
     @abstractmethod
     def post(self, callback: Callable[[], None]) -> None:

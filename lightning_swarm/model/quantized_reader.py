@@ -42,12 +42,12 @@ class QuantizedReader:
         self,
         quantization: Quantization,
         layers: Mapping[str, nn.Module],
-        plain: FolderReader,
+        folder: FolderReader,
         *,
         is_stored: bool,  # the weights in the folder are quantised
     ) -> None:
-        self._form, self._layers = quantization, layers
-        self._plain, self._is_stored = plain, is_stored
+        self._quantization, self._layers = quantization, layers
+        self._folder, self._is_stored = folder, is_stored
         self._last: tuple[str, Mapping[str, Tensor]] = ("", {})  # the layer that was read last, and its tensors
 
     def __call__(self, name: str) -> Tensor:
@@ -55,9 +55,9 @@ class QuantizedReader:
         layer_name, _, part = name.rpartition(".")
         layer = self._layers.get(layer_name)
         if layer is None:
-            return self._plain(name)
+            return self._folder(name)
         if part == "bias":
-            return self._plain(name).to(self._form.dtype)
+            return self._folder(name).to(self._quantization.dtype)
         if self._last[0] != layer_name:
             self._last = ("", {})  # frees the former layer's tensors first
             read = self._read_quantized if self._is_stored else self._quantize
@@ -66,27 +66,27 @@ class QuantizedReader:
 
     def warn_of_unread(self) -> None:
         """Warn of tensors in the files that were not read, after the whole model was read."""
-        self._plain.warn_of_unread()
+        self._folder.warn_of_unread()
 
     def _quantize(self, layer_name: str, layer: Any) -> Mapping[str, Tensor]:
         """Return a layer's tensors from a folder whose weights are plain."""
-        weight = self._plain(f"{layer_name}.weight").to(self._form.dtype)
+        weight = self._folder(f"{layer_name}.weight").to(self._quantization.dtype)
         # bitsandbytes computes the scales of int8 in float16.
-        checked = weight.to(torch.float16) if self._form.kind == "int8" else weight
+        checked = weight.to(torch.float16) if self._quantization.kind == "int8" else weight
         check_finite(f"{layer_name}.weight", checked, "serve it without `--quantize`")
-        return self._form.quantize(weight.T if layer.was_transposed else weight)
+        return self._quantization.quantize(weight.T if layer.was_transposed else weight)
 
     def _read_quantized(self, layer_name: str, layer: nn.Module) -> Mapping[str, Tensor]:
         """Return a layer's tensors from a folder whose weights are quantised."""
-        found = {part: self._plain.find(f"{layer_name}.{name}") for part, name in _IN_FILES.items()}
-        if self._form.kind == "int8":
-            # Only counted as read, because all versions since 0.45 write the same format.
-            self._plain.find(f"{layer_name}.weight_format")
+        found = {part: self._folder.find(f"{layer_name}.{name}") for part, name in _IN_FILES.items()}
+        if self._quantization.kind == "int8":
+            # Marks it as read. Its value is not needed, because bitsandbytes has written one format since 0.45.
+            self._folder.find(f"{layer_name}.weight_format")
         else:
-            packed = self._plain.find(f"{layer_name}.weight.quant_state.bitsandbytes__{self._form.kind}")
+            packed = self._folder.find(f"{layer_name}.weight.quant_state.bitsandbytes__{self._quantization.kind}")
             settings = {} if packed is None else json.loads(bytes(packed.tolist()))
             self._check(layer_name, layer, settings)
-            if self._form.is_nested:
+            if self._quantization.is_nested:
                 found["nested_offset"] = torch.tensor(float(settings["nested_offset"]))
         wanted = ["weight", *(name for name, _ in layer.named_buffers())]
         if missing := [part for part in wanted if found.get(part) is None]:
@@ -100,12 +100,12 @@ class QuantizedReader:
     def _check(self, layer_name: str, layer: Any, settings: Mapping[str, Any]) -> None:
         """Refuse a layer that was quantised in another form than its config describes."""
         wanted = {
-            "quant_type": self._form.kind,
+            "quant_type": self._quantization.kind,
             "blocksize": BLOCK,
-            "dtype": str(self._form.dtype).removeprefix("torch."),
+            "dtype": str(self._quantization.dtype).removeprefix("torch."),
             "shape": [layer.out_features, layer.in_features],
         }
-        if self._form.is_nested:
+        if self._quantization.is_nested:
             wanted |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
         for name, value in wanted.items():
             if settings.get(name) != value:

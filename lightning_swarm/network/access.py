@@ -1,4 +1,4 @@
-"""Access to a run: the roles of its peers, the permits of certificates, and the roles that methods require."""
+"""Access to a run: the roles of its peers, the rights that certificates give, and the roles that methods require."""
 
 from __future__ import annotations
 

@@ -75,11 +75,11 @@ def to_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous."""
     has_bytes = tensor.is_contiguous() and tensor.numel() and not tensor.requires_grad and not tensor.is_neg()
     if has_bytes and (tensor.dtype in _NUMPY_DTYPES or tensor.dtype is torch.bfloat16):
-        # Each call below releases the interpreter's lock, and has to wait for it if another thread takes it.
+        # With few calls, because each releases the interpreter's lock, and has to wait if another thread takes it.
         same_width = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
         return same_width.numpy().data.cast("B")
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
+    # Not `reshape`: a contiguous tensor of one element may have any stride, and `view(torch.uint8)` refuses most.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 

@@ -28,32 +28,32 @@ def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: 
 
 
 def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
-    """Predict the speed of the fewest machines, fastest first, that are nearly as fast as any number of them."""
-    counts = cost_model.machine_counts([machine.flop_per_s for machine in machines], 1)
+    """Predict the speed of the fastest machines, as few as reach about the best speed of any number of them."""
+    counts = cost_model.machine_counts([machine.flop_per_s for machine in machines], num_stages=1)
     found = [_predict(model, machines[:count], size) for count in sorted(counts)]
-    fast_enough = SAME * max(uncut.samples_per_s for uncut in found)
-    best = next(uncut for uncut in found if uncut.samples_per_s >= fast_enough)
+    nearly_best = SAME * max(uncut.samples_per_s for uncut in found)
+    best = next(uncut for uncut in found if uncut.samples_per_s >= nearly_best)
     return replace(best, spared=tuple(machine.name for machine in machines[len(best.trainers) :]))
 
 
 def _predict(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
-    """Predict steps of `size` samples with all these machines as trainers."""
+    """Predict steps of `size` samples with all these machines as trainers; DDP's slowest machine decides its speed."""
     rates = [machine.flop_per_s / model.flop for machine in machines]
-    unencoded = replace(model, wire=WireFormat())
 
-    def averaging(model: ModelProfile, *, mixed: bool) -> float:
-        sent = cost_model.averaged_size(model, model.parameters, len(machines))
-        return max(cost_model.averaging_s(machine, sent, model.parameters, mixed=mixed) for machine in machines)
+    def averaging_s(profile: ModelProfile, *, mixed: bool) -> float:
+        sent = cost_model.averaged_size(profile, profile.parameters, len(machines))
+        return max(cost_model.averaging_s(machine, sent, profile.parameters, mixed=mixed) for machine in machines)
 
+    ddp_step_s = size / len(machines) / min(rates) + averaging_s(replace(model, wire=WireFormat()), mixed=False)
     return Uncut(
         target_batch_size=size,
         computing_s=size / sum(rates),
-        averaging_s=averaging(model, mixed=cost_model.are_mixed(machines)),
+        averaging_s=averaging_s(model, mixed=cost_model.are_mixed(machines)),
         closing_s=cost_model.closing_s(machines),
         trainers=tuple(machine.name for machine in machines),
         left_out=(),
         spared=(),
         sent_bytes=cost_model.averaged_size(model, model.parameters, len(machines)).num_bytes,
         state_bytes=held_bytes(model),
-        ddp_samples_per_s=size / (size / len(machines) / min(rates) + averaging(unencoded, mixed=False)),
+        ddp_samples_per_s=size / ddp_step_s,
     )

@@ -3,8 +3,8 @@
 Every server has a long poll open at the coordinator (WATCH). When it breaks, the voters stand for election by rank: the
 first that gets promises from a majority coordinates, under a term higher than all before. A voter promises only if the
 coordinator does not answer it either, or hands over. The other servers learn the term by ANNOUNCE_TERM, or from any
-server, and follow it once a majority of the voters confirms its promises. Two servers may act as coordinators, but only
-one of them gets votes, and the other steps down when it learns the higher term.
+server, and follow it once a majority of the voters confirms that it promised this term. Two servers may act as
+coordinators, but only one of them gets votes, and the other steps down when it learns the higher term.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Election:
         self._transport, self._limits, self._events = transport, limits, context.events
         self._membership, self._steps, self._me = context.membership, steps, context.me
         self._announce = context.announce
-        self._oversight = RunOversight()  # left by the last time that this peer coordinated
+        self._oversight = RunOversight()  # what this peer found out about servers when it last coordinated
         self._over = over  # set when the run is over here
         calls = [rpc.name for rpc in RPCS if rpc.only_coordinator and isinstance(rpc, Call)]
         self._role = TaskTransport(transport, calls, {METRICS.name: limits.max_metric_bytes, TAKE_METRICS.name: 0})
@@ -61,8 +61,8 @@ class Election:
         self._changed = asyncio.Event()  # set, and replaced, when the term or the coordinator changes
         self._has_majority = False  # true once a majority promised, before `coordinator` is set
         self._electing = asyncio.Lock()
-        self._highest_number = 0  # highest number of a term that this server used, or that prevented its majority
-        self._missed = NO_TERM  # the term whose coordinator does not answer this server
+        self._highest_number = 0  # a new term needs a higher number: this server used this one, or a voter knew it
+        self._ended_term = NO_TERM  # the term whose coordinator this server replaces: it is gone, or stepped down
         self._successor: PeerId | None = None  # the server that this coordinator asks to take over, before it leaves
         self._waits_until_s = 0.0  # time until which the coordinator of a new run may be absent
         self.voter = Voter(context.boot_id, pace_s=limits.silence_timeout / 2)
@@ -73,8 +73,8 @@ class Election:
         WATCH.serve(transport, self._handle_watch)
         PULL.serve(transport, self._handle_pull)
         TAKE_OVER.serve(transport, self._handle_take_over)
-        may_propose, checks = self._membership.may_coordinate, (self._check_slot, self._check_proposed)
-        serve(self.voter, transport, may_propose, self._may_succeed, *checks)
+        may_propose, may_succeed = self._membership.may_coordinate, self._may_succeed
+        serve(self.voter, transport, may_propose, may_succeed, self._check_slot, self._check_proposed)
 
     async def enter_run(self, run: RunState) -> None:
         """Enter a run at its beginning, and follow the coordinator of its manifest."""
@@ -153,7 +153,7 @@ class Election:
         if run.term < announced.term:
             raise ProtocolError(
                 f"a term is followed if a majority of the voters promised it; too few of the voters that answered have "
-                f"promised {announced.term}. Stand for election first, when the coordinator is gone."
+                f"promised {announced.term}. Get promises from a majority before announcing a term."
             )
         return CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version)
 
@@ -175,11 +175,11 @@ class Election:
         def agrees(term: Term) -> bool:
             if term == self.voter.term:  # this voter promised it
                 return True
-            # This voter also agrees to a term that other voters promised, if the known coordinator is gone: it does not
-            # answer, or is this server itself, which has stepped down.
+            # This voter also agrees to a higher term that other voters promised, within its limit for numbers, if the
+            # known coordinator is gone: it does not answer, or is this server itself, which has stepped down.
             has_stepped_down = run.coordinator == self._me.peer_id and not self._has_majority
-            misses_coordinator = self._missed == run.term or has_stepped_down
-            return misses_coordinator and self.voter.term < term and term[0] <= self.voter.highest_number
+            coordinator_is_gone = self._ended_term == run.term or has_stepped_down
+            return coordinator_is_gone and self.voter.term < term and term[0] <= self.voter.highest_number
 
         term = await find_promised(self._transport, run, terms, timeout=self._limits.silence_timeout, own=agrees)
         if term is not None:
@@ -225,7 +225,7 @@ class Election:
         run = self._membership.running
         if self._has_majority:
             return self._successor == candidate
-        if self._missed == run.term or run.coordinator == self._me.peer_id:
+        if self._ended_term == run.term or run.coordinator == self._me.peer_id:
             return True
         request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
         try:
@@ -235,10 +235,10 @@ class Election:
         return not reply.coordinates or reply.successor == candidate
 
     def _check_slot(self, generation: int, step: int) -> None:
-        """Refuse promises for a slot that cannot be open, given that this voter has missed one record at most."""
+        """Refuse to promise for steps beyond the next: none can be open for a voter that lacks one record at most."""
         run = self._membership.running
         run.check_generation(generation)
-        if step > run.version + 1:  # a voter that missed more cannot vote either, see `_check_proposed`
+        if step > run.version + 1:  # a voter that lacks more than one record cannot vote, see `_check_proposed`
             raise Busy(f"this voter is at version {run.version}, and cannot promise for step {step}")
 
     async def _check_proposed(self, record: Record) -> None:
@@ -261,7 +261,7 @@ class Election:
             if is_certified_keeper(self._transport, peer) is False:  # None: its certificate is not known here yet
                 raise ProtocolError(f"record {record.step} names {peer} as a keeper, and its certificate does not")
         if self._me.peer_id not in closing.absent:
-            self._steps.rounds.means_for(record)  # raises if the round is not held here
+            self._steps.rounds.means_for(record)  # called because it raises if the round is not held here
 
     def _is_beginning(self, run: RunState, error: SwarmError) -> bool:
         """Return whether the run has only begun, and its coordinator was not admitted yet."""
@@ -314,7 +314,7 @@ class Election:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * self._limits.silence_timeout):
                     await self._changed.wait()
-                    continue
+                    continue  # the voters are asked only after a timeout
             if await is_superseded(self._transport, run, run.term, timeout=self._limits.silence_timeout):
                 break
         if self.coordinator is coordinator:
@@ -329,33 +329,33 @@ class Election:
 
     async def _replace_coordinator(self, run: RunState, reason: str) -> None:
         """Find the next coordinator or become it, because the present coordinator is gone or stepped down."""
-        self._missed = run.term
+        self._ended_term = run.term
         try:
             await self._find_successor(run, reason)
         finally:
-            self._missed = NO_TERM
+            self._ended_term = NO_TERM
         if self.coordinator is None:
             await asyncio.sleep(_RETRY_S)
 
     async def _find_successor(self, run: RunState, reason: str) -> None:
         """Follow a coordinator that other servers know; if they know none, stand for election in this voter's turn."""
-        missed = run.term
+        ended_term = run.term
         replies = await ask_servers(self._transport, run)
         await self._follow_promised(run, {reply.term for reply in replies.values()})
-        # Only the coordinator is asked for a record. Other records come from the next coordinator, or with promises.
+        # A missed record comes only from the coordinator. If it is gone, its successor sends the record, or a promise.
         if run.coordinator in replies and replies[run.coordinator].version > run.version:
             await self._catch_up(run)
-        # A coordinator that stepped down may stand again, but the other voters give it no rank.
+        # The former coordinator may stand again, but the other voters do not wait for its turn.
         candidates = [voter for voter in run.voters if voter.peer_id != run.coordinator or voter == self._me]
-        if run.term == missed and self._me in candidates:
+        if run.term == ended_term and self._me in candidates:
             # Each rank waits long enough for the rank before it to announce its term.
             rank = candidates.index(self._me)
             await asyncio.sleep(rank * self._limits.silence_timeout / _RANKS_PER_SILENCE)
-            if run.term == missed and not self._over.is_set():
+            if run.term == ended_term and not self._over.is_set():
                 await self._take_over(run, reason)
 
     async def _catch_up(self, run: RunState) -> None:
-        """Fetch and apply a record that this server missed; the mean gradients for it are held here."""
+        """Fetch and apply a missed record. That suffices, because this server holds the mean gradients of its round."""
         peer, step = run.coordinator, run.version
         try:
             await self._pull_next(run)
@@ -405,8 +405,8 @@ class Election:
         except (TimeoutError, SwarmError) as error:
             why = str(error) or "no majority of the voters promised in time"
             _log.info("This peer did not become the coordinator under the term %s: %s", term, why)
-            # The number grows by small steps, even if a voter reports a high number, and stays within this voter's own
-            # limit: see `Voter`.
+            # The next number exceeds a majority's, but stays within this voter's own limit (see `Voter`): false reports
+            # cannot use up the numbers.
             blocking_number = min(proposer.number_in_the_way, self.voter.highest_number - 1)
             self._highest_number = max(self._highest_number, blocking_number)
             self._has_majority = False
@@ -442,7 +442,7 @@ class Election:
         def hand_over() -> asyncio.Task[None]:
             return self._tasks.spawn(_logged(self.abdicate, "This peer remains the coordinator: %s"))
 
-        self._oversight = self._membership.oversight.coordinating(self._oversight)
+        self._oversight = self._membership.oversight.coordinating(self._oversight)  # with earlier findings
         context = CoordinatorContext(
             self._role, run, proposer, state, self._limits, self._events, hand_over, self._oversight
         )

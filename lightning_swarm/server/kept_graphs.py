@@ -27,7 +27,7 @@ class GraphLimit:
             self.most = min(self.most, num_kept // 2)
 
     def note_backward(self) -> None:
-        """Raise the limit a little after a successful backward, so that one more graph is tried after some of them."""
+        """Raise the limit a little after a successful backward, so that one more graph is tried after 64 of them."""
         self.most += _GROWTH
 
     def allows(self, num_kept: int) -> bool:

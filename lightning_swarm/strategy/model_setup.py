@@ -42,8 +42,8 @@ def check(strategy: StrategyBase, trainer: Trainer, *, restored: bool) -> None:
     split = config.split if not isinstance(config.split, str) else "parameters"
     blocks = partition.find_blocks(module, config.pipeline)
     ranges = partition.choose_ranges(blocks, num_stages, split, seams=partition.layers_by_block(module, blocks))
-    # A checkpoint may add boundary layers to a model.
-    if config.split == split and not restored and config.boundary is not None:
+    cut_is_final = config.split == split and not restored  # a checkpoint may add boundary layers to the model
+    if cut_is_final and config.boundary is not None:
         if not boundary_layers(module):
             checks.check_new_layers(trainer, restored=False)
         partition.plan_boundaries(module, blocks, ranges, config.boundary)
@@ -56,24 +56,24 @@ def computes_alone(strategy: StrategyBase, trainer: Trainer) -> bool:
     if trainer.state.fn == TrainerFn.FITTING:
         return False
     if strategy.waits_for_fit(trainer) or stays_whole(strategy, trainer.lightning_module):
-        return True
+        return True  # the process holds the whole model
     has_parameters = next(trainer.lightning_module.parameters(), None) is not None
-    return trainer.num_devices == 1 and not has_parameters
+    return trainer.num_devices == 1 and not has_parameters  # then servers would hold nothing
 
 
 def stays_whole(strategy: StrategyBase, module: LightningModule) -> bool:
-    """Return whether the model stays whole in the run that this process joins, took over, or begins."""
+    """Return whether the model stays whole in this process's run, which it joins, has taken over, or begins."""
     stages = _stages_of_run(strategy)
     if stages:
         return not ranges_of(stages)
     config = strategy.config
     if not config.may_stay_uncut(strategy.num_devices) or partition.defines_stages(module):
         return False
-    return config.role == "both" or strategy.is_plain or not partition.can_be_cut(module)
+    return config.role == "both" or strategy.is_plain or not partition.can_be_cut(module)  # "auto" cuts if it can
 
 
 def _stages_of_run(strategy: StrategyBase) -> Sequence[StageManifest]:
-    """Return the stages of the run that this process joins or took over; none if it begins a run."""
+    """Return the stages of the run that already exists; none if this process begins a run."""
     return strategy.joined.manifest.stages if strategy.joined is not None else strategy.inherited_stages
 
 
@@ -107,7 +107,7 @@ def cut(strategy: StrategyBase, module: LightningModule, *, restored: bool) -> N
 
 
 def _ranges(strategy: StrategyBase, module: LightningModule, blocks: Blocks) -> Sequence[range]:
-    """Return the blocks of each stage, as in the run that this process joins or took over. A new run chooses them."""
+    """Return the blocks of each stage, as in the run that already exists; a new run chooses them."""
     if blocks.is_empty:
         return ()
     return ranges_of(_stages_of_run(strategy)) or partition.choose_ranges(
@@ -136,7 +136,7 @@ def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
 def peer_model(
     strategy: StrategyBase, module: LightningModule, optimizer: Callable[[int | None], Optimizer] | None = None
 ) -> PeerModel:
-    """Return a model that this peer cuts into stages. If `optimizer` is None, the model uses the Trainer's."""
+    """Return a model to cut into stages. `optimizer` gets the number of steps, or None; by default, the Trainer's."""
     config = strategy.config
     return PeerModel(
         module,
@@ -172,7 +172,7 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
 
 
 def remember(module: nn.Module) -> Callable[[PeerModel], None]:
-    """Remember the modes and `requires_grad` of a module; the returned function restores them after serving."""
+    """Return a function that, after serving, restores a module's modes, `requires_grad`, and memory for its weights."""
     on_meta = is_on_meta(module)
     modes = [(child, child.training) for child in module.modules()]
     trains = {name: parameter.requires_grad for name, parameter in module.named_parameters()}

@@ -39,7 +39,7 @@ class SwarmRun:
     loop: SwarmOptimization | None = None  # None if the Trainer only evaluates
     is_training: bool = False  # True from the loop's connection to its end
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:  # a copy of the strategy has no part in the run
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:  # None in a copy of the strategy: it has no run
         return type(None), ()
 
     @property

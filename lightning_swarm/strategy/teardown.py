@@ -82,7 +82,7 @@ def tear_down(strategy: SwarmStrategy, default: Callable[[], None]) -> None:
                 if run.is_training and not (rolls_back or strategy.is_global_zero):
                     # The fit began at a checkpoint of a finished loop, so the loop and `end_loop` were never called.
                     run.serve_until_dismissed()
-                run.session.pipeline.marks.clear()  # user code may use gradients again
+                run.session.pipeline.marks.clear()  # user code may use gradients again, which the marks prevented
             with StayOnMeta():
                 default()
         finally:
@@ -119,7 +119,7 @@ def _release_peers(strategy: SwarmStrategy) -> None:
     _end_run(strategy)
     strategy.rollback.end_run()
     strategy.weights = None
-    strategy.own_peer.release(first_step or 0)
+    strategy.own_peer.release(first_step or 0)  # only the lead's number is used
 
 
 def _end_run(strategy: SwarmStrategy) -> None:

@@ -39,7 +39,7 @@ from lightning_swarm.strategy.launcher import TrainerCall
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.testing.unlike import UnlikeMachine, check_moved
+from lightning_swarm.testing.unlike import UnlikeMachine, check_rounded_differently
 
 if TYPE_CHECKING:
     _SwarmStrategy = SwarmStrategy
@@ -47,7 +47,7 @@ else:
     _SwarmStrategy = object
 
 
-# `written_once` derives the class at run time, so that it can derive it from either import tree's `SwarmStrategy`.
+# At run time `written_once` derives the class, from the `SwarmStrategy` of `lightning.pytorch` or `pytorch_lightning`.
 @written_once(SwarmStrategy)
 class InMemoryStrategy(_SwarmStrategy):
     """`SwarmStrategy` whose peers all run in this thread; ``devices`` is their number.
@@ -57,8 +57,8 @@ class InMemoryStrategy(_SwarmStrategy):
 
     Args:
         seed: Seeds routing and the peers' boot ids; the same seed replays the same run.
-        latency_s: Latency of each message, on the virtual clock. With 0, steps take no time. Then a pause, such as
-            before another attempt to join, lasts until no other work is left.
+        latency_s: Latency of each message, on the virtual clock. With 0, the clock moves only when nothing else is
+            left to do, so a pause, such as before another attempt to join, ends last.
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
             peers take as long as the last. Empty: computing takes no time.
         links: Simulated links of the peers; further peers have links without limits.
@@ -147,7 +147,7 @@ class InMemoryStrategy(_SwarmStrategy):
 
     @override
     def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
-        # Peers that joined during the run have no copy here; after a rollback they serve already.
+        # Peers that joined later have no copy in `_copies`.
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # otherwise the peer has served since before a rollback
                 peer.serve(self._set_up_model(module, trainer))
@@ -183,7 +183,7 @@ class InMemoryStrategy(_SwarmStrategy):
         self._end_tasks_of(peer_id)
 
     async def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside the run; it is cancelled when the run ends."""
+        """Schedule a coroutine beside the run; it is cancelled when the run ends."""
         self._side_tasks.spawn(work)
 
     async def _start_server(self, peer: Peer, model: PeerModel) -> Server:
@@ -359,4 +359,4 @@ def local_swarm(
     swarm = LocalSwarm(num_peers, faults or FaultPlan(), unlike or {}, settings)
     yield swarm
     swarm.faults.check()
-    check_moved(swarm.unlike)
+    check_rounded_differently(swarm.unlike)

@@ -122,7 +122,7 @@ class _OtherRounding(TorchDispatchMode):
         bits.add_(moves)
 
 
-def check_moved(machines: Mapping[str, UnlikeMachine]) -> None:
+def check_rounded_differently(machines: Mapping[str, UnlikeMachine]) -> None:
     """Raise `DidNotHappen` if any machines rounded nothing differently, and name their peers."""
     if peers := [peer for peer, machine in machines.items() if not machine.num_moved]:
         raise DidNotHappen(f"These unlike machines rounded nothing differently: {', '.join(peers)}.")

@@ -101,7 +101,7 @@ FIRST_FORWARDS: Final = 2  # forwards per peer while no peer is measured: one to
 FIRST_MEASURED: Final = 2
 # An idle peer may have become faster. It is tried again after this many microbatch times, which costs 3 %.
 TRIED_AGAIN: Final = 32.0
-_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # when a peer has done this many forwards, peers without any are slow
+_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS  # once a peer has done this many forwards, any peer without one is slow
 _MAX_WAITING: Final = 1024  # limit of a reported queue length, which may be false
 _MAX_SHAPES: Final = 256  # hashes kept per peer; any further shape always counts as new to the peer
 _PARTS: Final = 1 << 1074  # every float is an integer multiple of 1 / _PARTS
@@ -117,10 +117,10 @@ _LEAST_SHARE: Final = 0.05
 # peer gets as much work as it can finish before the step ends. When a forward is done, its measured time corrects the
 # estimate and is taken off the account; the rest is taken off when the backward is done.
 #
-# A newcomer has no rate. It gets one microbatch before any measured peer, except one that is due for a retry, and no
-# more until its forward shows its speed. A peer that failed is ejected, each time for longer until it finishes a
-# microbatch. If all peers are ejected, ejections are ignored. The peers are kept sorted, because there may be
-# thousands, too many to compare for each microbatch.
+# A newcomer has no rate. Its first microbatch comes before any measured peer's, unless a peer is due for a retry; it
+# gets no second microbatch until its forward shows its speed. A peer that failed is ejected, each time for longer until
+# it finishes a microbatch. If all peers are ejected, ejections are ignored. The peers are kept sorted, because there
+# may be thousands, too many to compare for each microbatch.
 #
 # SWARM (arXiv:2301.11913, appendix C) takes the peer with the least time assigned over the whole run. That is fair over
 # many steps, but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other policies.
@@ -140,7 +140,7 @@ class StageRouter:
         self._ejections: list[tuple[float, PeerId]] = []  # heap of (end, peer); may contain ejections that ended early
         self._num_samples = 0  # microbatch size for which `_measured` is sorted
         self._newest_num_samples = 0  # size of the newest microbatch
-        self._are_slow_known = False  # enough forwards are done to know which peers are slow
+        self._knows_slow_peers = False  # enough forwards are done to know which peers are slow
         # Sum over all measured peers, in units of the smallest float. Exact, because a sum of floats would keep the
         # rounding error of a large rate.
         self._sum_of_rates = 0
@@ -163,7 +163,7 @@ class StageRouter:
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
         """Charge a microbatch to the peer that would finish it first; peers in `avoid` only if there are no others."""
         self._readmit(now_s)
-        # A batch's last microbatch may be smaller. It alone is no reason to sort again.
+        # Sort for a new size only if it comes twice in a row, or first: a batch's last microbatch may be smaller.
         if num_samples != self._num_samples and self._newest_num_samples in (0, num_samples):
             self._num_samples = num_samples
             self._sort()
@@ -176,11 +176,10 @@ class StageRouter:
 
     @property
     def is_full(self) -> bool:
-        """True if all peers have enough forwards and it is unknown which are slow. Then some forward is under way."""
+        """True if all peers have enough forwards and it is unknown which are slow: wait for a forward to end."""
         first = self._unmeasured.first
-        return (
-            not self._are_slow_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
-        )
+        is_learning = not self._knows_slow_peers and len(self._unmeasured) > 1
+        return is_learning and first is not None and first[0] >= FIRST_FORWARDS
 
     def charge(self, peer: PeerId, num_samples: int) -> PeerCharge:
         """Charge a microbatch to a given peer. A peer that left the roster has no account."""
@@ -230,7 +229,7 @@ class StageRouter:
         if charge.left_s is not None and charge.roster == self._roster:
             load.num_under_way -= 1
             load.num_forwards -= charge.is_forward
-            # Rounding errors would break ties always in the same way.
+            # Exactly 0 without work, because a rounding error would decide each tie between idle peers.
             load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
         charge.left_s, charge.is_forward = None, False
 
@@ -284,8 +283,8 @@ class StageRouter:
 
     def _update_known(self, load: PeerLoad) -> None:
         """After a peer's forward, update whether it is known which peers are slow."""
-        if not self._are_slow_known and (load.num_done >= _KNOWN_AFTER or self._num_measured == len(self.peers)):
-            self._are_slow_known = True
+        if not self._knows_slow_peers and (load.num_done >= _KNOWN_AFTER or self._num_measured == len(self.peers)):
+            self._knows_slow_peers = True
             self._sort()
 
     def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
@@ -315,7 +314,7 @@ class StageRouter:
         """Return whether the stage has another peer that is not ejected and can replace `peer`."""
         self._readmit(now_s)
         is_usable = peer in self.peers and self.peers[peer].ejected_until_s is None
-        return len(self._measured) + len(self._unmeasured) > is_usable
+        return len(self._measured) + len(self._unmeasured) - is_usable > 0
 
     def _readmit(self, now_s: float) -> None:
         """End ejections whose time is over. Each such peer then gets a single microbatch as a trial."""
@@ -363,7 +362,7 @@ class StageRouter:
     def _order(self, load: PeerLoad) -> PeerOrder:
         if load.ejected_until_s is not None:
             return self._ejected
-        return self._measured if self._are_slow_known and load.samples_per_s is not None else self._unmeasured
+        return self._measured if self._knows_slow_peers and load.samples_per_s is not None else self._unmeasured
 
     def _count(self, load: PeerLoad, sign: int) -> None:
         """Add a peer's rate, if it is measured, to the sum of all rates, or take it out of the sum."""

@@ -34,7 +34,7 @@ class ServerLedger:
         return cls(report, held, unpack_origins(report.origins, {first for first, _, _ in held}))
 
     def with_tensors(self, other: ServerLedger | None) -> ServerLedger:
-        """Return this ledger with the tensor hashes of a later ledger, if there is one."""
+        """Return this ledger with the hashes of each tensor, if the server reported them later, on request."""
         if other is None:
             return self
         return dataclasses.replace(self, report=msgspec.structs.replace(self.report, tensors=other.report.tensors))
@@ -115,7 +115,7 @@ class ReplayPlan:
 
 
 def plan_replays(
-    expected: Sequence[Sequence[Receipt]],  # stage -> receipts that count in it, in order
+    expected: Sequence[Sequence[Receipt]],  # stage -> counted receipts `(batch's place, index, call)`, in order
     sums: Sequence[Mapping[PeerId, AbstractSet[Receipt]]],  # stage -> receipts of each server, in its roster's order
     *,
     first_trained: int,  # the first stage that gets gradients
@@ -200,7 +200,7 @@ def choose_blamed(
     accusers = accusers_of[blamed]
     if not has_strangers or len(accusers) > 1 or not accusers.isdisjoint({spared, *trusted}):
         return [blamed]
-    if blamed in trusted and not _would_be_empty(rosters, accusers):
+    if blamed in trusted and not _would_be_empty(rosters, accusers):  # then its single accuser is excluded
         return sorted(accusers)
     # Exclude both servers, if the stage has a third one. If only the accused server were excluded, one malicious server
     # could have all other servers of its stage excluded, and then no server would contradict it.

@@ -1,7 +1,7 @@
 """Sketches of the constants that modules keep as ordinary attributes, to compare them between peers.
 
 Each peer builds these tensors, arrays and numbers itself, so random ones may differ. Numbers are compared only if they
-may be random: fractions, or several in a list. A single integer is not compared: it is a size, or a count of the
+may be random: floats, or several in a list. A single integer is not compared: it is a size, or a count of the
 modules made so far, which may differ.
 """
 
@@ -63,7 +63,7 @@ def differing(own: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[
 
 
 def _arrays(value: Any) -> Iterator[Tensor]:
-    """Yield an attribute's tensor or array, or the first of them in its list or dict."""
+    """Yield an attribute's tensor or array, or all among the first items of its list or dict."""
     kind = type(value)
     items = value.values() if kind is dict else value if kind in (list, tuple) else (value,)
     for item in islice(items, _MAX_ITEMS):
@@ -74,7 +74,7 @@ def _arrays(value: Any) -> Iterator[Tensor]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers in a plain attribute if they may be random: fractions, or several in a list."""
+    """Return the numbers in a plain attribute if they may be random: a float, or several in a list."""
     if type(value) in (list, tuple):
         numbers = [float(item) for item in islice(value, _MAX_ITEMS) if type(item) in (int, float)]
         return numbers if len(numbers) > 1 else []

@@ -21,7 +21,7 @@ from lightning_swarm.model.inference.joint_attention import CannotJoin, PerText
 from lightning_swarm.model.partition import argument_of
 
 _MASK: Final = "attention_mask"  # name of the blocks' argument
-_MOST_PADDING: Final = 2.0  # largest ratio of padded tokens to tokens
+_MOST_PADDING: Final = 2.0  # largest ratio of a batch's tokens, with padding, to the texts' own
 # A new slab has room for 1/4 of the longest text's tokens, and for 32 tokens, beside the text itself.
 _SPARE_DIVISOR: Final = 4
 _SPARE_TOKENS: Final = 32
@@ -143,10 +143,10 @@ class PaddedCache:
             for text, rows, length in zip(texts, self._rows, self._lengths, strict=True):
                 present = getattr(text, name)
                 if present.dtype != added.dtype or present.shape[2:3] != (length,):
-                    raise CannotJoin("a text's keys are of another kind")
+                    raise CannotJoin("a text's keys have another dtype or length than expected")
                 tensor[rows, :, :length] = present
             tensors.append(tensor)
-        return _Layer((tensors[0], tensors[1]), [(text.keys, text.values) for text in texts])
+        return _Layer((tensors[0], tensors[1]), [(text.keys, text.values) for text in texts])  # `update` replaces them
 
     def arguments(self, keywords: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         """Return the blocks' arguments with masks for the padding; new masks have the dtype and device of `like`."""
@@ -160,7 +160,7 @@ class PaddedCache:
         if name != _MASK or value is not None or self._are_equal:
             return value
         if self._tokens > 1:
-            raise CannotJoin("a step of several tokens has no mask")
+            raise CannotJoin("texts of unequal length need a mask for a step of several tokens, and got none")
         is_padding = torch.arange(self._longest) > self._positions  # [rows, keys]
         mask = torch.zeros(is_padding.shape, dtype=like.dtype).masked_fill(is_padding, torch.finfo(like.dtype).min)
         return mask[:, None, None].to(like.device)

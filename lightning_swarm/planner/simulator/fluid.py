@@ -49,8 +49,8 @@ class Span:
     samples_per_s: float  # rate of the slowest stage
     best: float  # rate of the slowest stage if the live peers were assigned optimally
     num_moves: int  # moves that began with the span
-    fewest: int  # peers of the stage with the fewest
-    most: int
+    fewest: int  # number of peers at the stage that has the fewest
+    most: int  # number of peers at the stage that has the most
     queued: float | None = None  # mean number of waiting jobs at a peer; None: not simulated
     sent_bytes: int | None = None  # sum over all peers; None: not simulated
 
@@ -73,7 +73,7 @@ def simulate(scenario: Scenario) -> list[Span]:
     while begin_s < scenario.end_s:
         num_moves = swarm.advance(begin_s)
         end_s = min(swarm.next_s, scenario.end_s)
-        spans.append(Span(begin_s, end_s, swarm.samples_per_s, swarm.best, num_moves, *swarm.serving))
+        spans.append(Span(begin_s, end_s, swarm.samples_per_s, swarm.best, num_moves, *swarm.fewest_and_most))
         begin_s = end_s
     return spans
 
@@ -93,8 +93,7 @@ def best_of(rates: Iterable[float], num_stages: int) -> float:
     return _cached_best_rate(tuple(sorted(rates)), num_stages)
 
 
-# Cached, because all rules are simulated with the same peers.
-_cached_best_rate = functools.lru_cache(maxsize=1024)(policy.best_rate)
+_cached_best_rate = functools.lru_cache(maxsize=1024)(policy.best_rate)  # all rules are simulated with the same peers
 
 
 class _Swarm:
@@ -118,7 +117,7 @@ class _Swarm:
         return min(self._stages.serving_rates)
 
     @property
-    def serving(self) -> tuple[int, int]:
+    def fewest_and_most(self) -> tuple[int, int]:
         """The fewest and the most peers that serve a stage."""
         numbers = [self._stages.num_serving(index) for index in range(self._scenario.num_stages)]
         return min(numbers), max(numbers)
@@ -138,8 +137,8 @@ class _Swarm:
             has_changed = True
         if has_changed:
             self._churn.note_change(now_s)
-            for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
-                self._put(peer)  # without `barred`: it may return to the stages that it left
+            for peer in sorted(self._left.keys() & (self._alive.keys() - self._arrivals.keys())):
+                self._put(peer)  # without `barred`: after a change, it may return to stages that it left
             self._left.clear()
             self.best = best_of(self._alive.values(), self._scenario.num_stages)
         is_regular = now_s >= self._decision_s
@@ -178,9 +177,10 @@ class _Swarm:
         elif change.at_s == self._begin_s:  # stages in turn, from the last one on, because no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
-            stage = policy.stage_for(self._stages)
             if self._scenario.rule == "none":  # without moves, rates are not measured
                 stage = min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
+            else:
+                stage = policy.stage_for(self._stages)
             self._send(peer, stage, change.at_s + self._scenario.join_s)
 
     def _send(self, peer: PeerId, stage: int, arrives_s: float) -> None:
@@ -201,7 +201,7 @@ class _Swarm:
         return policy.plan(self._stages, policy.MoveCosts(move_s, self._churn.horizon_s(now_s)))
 
     def _plan_as_paper(self) -> list[Move]:
-        """Plan by queue lengths, which are in proportion to the time that a stage or a peer takes for a sample."""
+        """Plan by the SWARM paper's rule; queue lengths are in proportion to a stage's or peer's time for a sample."""
         queues = [
             {peer: 1.0 / rate for rate, peer in self._stages.movable(index)}
             for index in range(self._scenario.num_stages)

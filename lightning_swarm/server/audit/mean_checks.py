@@ -58,7 +58,7 @@ _TRIES: Final = 3  # attempts to fetch a vector that arrives damaged
 
 
 class AuditedRoundLog(RoundLog):
-    """Computes digests of the members' contributions to a round, and serves the whole mean to joiners."""
+    """Computes digests of the members' contributions, which the round keeps, and serves the whole mean to joiners."""
 
     def __init__(self, membership: RunMembership) -> None:
         self._membership = membership
@@ -102,17 +102,17 @@ class AuditedRoundLog(RoundLog):
 class MeanChecks:
     """Sends the coordinator projections of a round's sums and means, and examines all members' vectors on request."""
 
-    def __init__(self, context: ServerContext, steps: StepHandlers, role: Transport) -> None:
+    def __init__(self, context: ServerContext, steps: StepHandlers, audit_transport: Transport) -> None:
         self._transport, self._compute = context.transport, context.compute
         self._membership, self._me = context.membership, context.me.peer_id
         self._timeout = context.limits.call_timeout
         self._durations = Durations()  # times to fetch a vector
         self._sums, self._rounds = steps.sums, steps.rounds
-        max_bytes = context.limits.max_message_bytes
-        PROJECT.serve(role, self._handle_project)
-        EXAMINE.serve(role, self._handle_examine)
-        VECTOR.serve(role, self._handle_vector)
-        REPLACE_MEAN.serve(role, self._handle_replacement, max_bytes=max_bytes, admit=self._check_coordinator)
+        max_bytes, admit = context.limits.max_message_bytes, self._check_coordinator
+        PROJECT.serve(audit_transport, self._handle_project)
+        EXAMINE.serve(audit_transport, self._handle_examine)
+        VECTOR.serve(audit_transport, self._handle_vector)
+        REPLACE_MEAN.serve(audit_transport, self._handle_replacement, max_bytes=max_bytes, admit=admit)
 
     # ------------------------------------------------------------------ this server's vectors
 
@@ -120,7 +120,7 @@ class MeanChecks:
         """Return the result of a round; refuse any caller but the coordinator, and a round that is not held here."""
         self._sums.check(caller, closing.generation, closing.step)
         self._sums.check_frozen(closing)
-        if not self._sums.run.manifest.settings.has_strangers:  # calls are also received in other runs
+        if not self._sums.run.manifest.settings.has_strangers:  # runs without strangers serve these calls, too
             raise ProtocolError("sums and means are checked only in runs with `trust='audited'`")
         return self._rounds.held(closing)
 
@@ -162,7 +162,7 @@ class MeanChecks:
     # ------------------------------------------------------------------ other servers' vectors
 
     async def _handle_examine(self, caller: PeerId, request: ExamineRequest) -> ExamineReply:
-        """Compare the vectors of a stage's members with their answers, for the coordinator in this process."""
+        """Compare the vectors of a stage's members with their projections, for the coordinator in this process."""
         closing = request.closing
         if caller != self._me:
             raise ProtocolError(f"only {self._me} itself, as coordinator, may have it examine sums, not {caller}")
@@ -179,7 +179,7 @@ class MeanChecks:
     async def _examine(self, request: ExamineRequest, examination: Examination) -> None:
         """Fetch and examine vectors one by one, because each may take as much memory as the stage."""
         for peer in examination.members:
-            if request.drawn is None or peer in request.drawn:
+            if request.drawn is None or peer in request.drawn:  # a spot check examines only the sums of drawn members
                 vector = await self._fetch(peer, request, "sum", examination)
                 await self._compute(partial(examination.examine_sum, peer, vector))
         if request.drawn is not None or examination.lies:
@@ -190,7 +190,7 @@ class MeanChecks:
                 vector = await self._fetch(peer, request, "mean", examination)
                 await self._compute(partial(examination.examine_mean, peer, vector))
         await self._compute(examination.decide)
-        if examination.contradictions and not examination.lies:
+        if examination.contradictions and not examination.lies:  # means differ, but no member is proven false
             mean = examination.mean
             await gather(self._replace(peer, request, mean) for peer in examination.members)
 
@@ -249,6 +249,6 @@ def _projection(stage: Stage, values: Tensor, held_round: HeldRound, num_members
         norms=bucket_norms(sums, num_buckets=size),
         means=project_parts(means, seed, num_buckets=size),
         parts=part_digests(mean, num_members),
-        given=list(held_round.given[stage.index]),
+        given=list(held_round.given[stage.index]),  # digests of the parts that members gave
         squared_norm=squared_norm(mean),
     )
