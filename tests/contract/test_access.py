@@ -447,7 +447,7 @@ def test_a_peer_has_its_credentials_before_anybody_reaches_it(daemons: World, mo
 def test_a_strangers_streams_take_no_members_place(daemons: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_swarm.network.hivemind import transport as hivemind_transport
 
-    stay_s = 0.5
+    stay_s = 2.0
     monkeypatch.setattr(hivemind_transport, "_STRANGER_S", stay_s)
     trust(daemons.b, credentials_of(daemons.b.id))
     there: Any = daemons.b.transport
@@ -477,7 +477,7 @@ def test_a_strangers_streams_take_no_members_place(daemons: World, monkeypatch: 
     daemons.run(stranger.transport.call(daemons.b.id, SEEN, b"", timeout=EVENTUALLY_S))
     assert not there._strangers.of((stranger.id, protocols[0]))
     assert len(there._slots.of((stranger.id, protocols[0]))) == 1
-    daemons.run(asyncio.sleep(2 * stay_s))
+    daemons.run(asyncio.sleep(1.5 * stay_s))
     daemons.run(stranger.transport.call(daemons.b.id, SEEN, b"", timeout=EVENTUALLY_S))
     assert len(there._slots.of((stranger.id, protocols[0]))) == 1, "it stays a member's"
     with pytest.raises((ProtocolError, Unreachable)):

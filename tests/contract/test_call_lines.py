@@ -188,12 +188,12 @@ def test_an_answer_that_comes_while_much_is_to_be_sent_is_not_waited_for() -> No
 def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() -> None:
     async def go(tasks: Tasks) -> None:
         async with connected() as first, connected() as second:
-            left = [first[0], second[0]]
+            left, patience_s = [first[0], second[0]], LONG_S
 
             async def open_stream(peer: PeerId) -> Stream:
                 return left.pop(0)
 
-            caller = OutgoingCalls(open_stream, tasks.spawn, lambda _: 2 * SHORT_S)
+            caller = OutgoingCalls(open_stream, tasks.spawn, lambda _: patience_s)
             for _ in range(3):  # an early end says nothing about the stream
                 asking = asyncio.create_task(caller.exchange(PEER, request(1)))
                 await first[1].channel.readexactly(len(request(1)))
@@ -203,6 +203,7 @@ def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() ->
                 await first[1].write(b"".join(encode(Kind.ANSWER, 1, "method", Message())))
                 await asyncio.sleep(SHORT_S)
             assert not first[0].ended
+            patience_s = 2 * SHORT_S
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(3 * SHORT_S):
                     await caller.exchange(PEER, request(2))

@@ -6,17 +6,20 @@ import asyncio
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pytest
 
 from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import DeadlineExceeded
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.memory import MemoryNetwork
 
 T = TypeVar("T")
+GROWING_S = (0.3, 3.0, 30.0)
+"""Deadlines of further attempts, for busy machines."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,16 @@ class World(ABC):
 
     @abstractmethod
     def thaw(self, peer: Peer) -> None: ...
+
+
+async def miss_deadline(call: Callable[[float], Coroutine[Any, Any, Any]], begun: asyncio.Event) -> None:
+    """Let a call miss its deadline while its handler runs, which a busy machine may begin late."""
+    for timeout_s in GROWING_S:
+        with pytest.raises(DeadlineExceeded):
+            await call(timeout_s)
+        if begun.is_set():
+            return
+    raise AssertionError("the handler did not begin")
 
 
 async def _settle(tasks: set[asyncio.Task[Any]]) -> None:
