@@ -25,6 +25,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from tests.parity.harness import WEIGHT_TOLERANCE, Run, comparable, run_plain
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, digits, loader, sentences
 from tests.parity.standbys import LIMITS, Swarm, shuffled
+from tests.parity.trainers import coordinator_of
 
 STEPS = 10
 
@@ -134,10 +135,10 @@ class Returning(L.Callback):
 
     def _may_go_on(self) -> bool:
         """Return whether the next record admits it, or an earlier one did."""
-        again, own = (self.swarm().strategies[name].peer for name in ("again", "standby-0"))
-        if again is None or again.server is None or own is None or own.server is None:
+        again = self.swarm().strategies["again"].peer
+        if again is None or again.server is None:
             return False
-        coordinator = own.server.admission.election.coordinator
+        coordinator = coordinator_of([one.peer for one in self.swarm().strategies.values() if one.peer is not None])
         waiting = {} if coordinator is None else coordinator.generation.server_membership._waiting
         return again.server.membership.is_member or any(one.ready for one in waiting.values())
 

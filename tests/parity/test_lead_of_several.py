@@ -29,7 +29,7 @@ from lightning_swarm.strategy.rollback import loop_transfer
 from tests.parity.harness import comparable
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.test_shared_data import Weights, assert_each_once, assert_same, validation
-from tests.parity.trainers import Seen, ThreadStrategy, shuffled, train
+from tests.parity.trainers import Seen, ThreadStrategy, coordinator_of, shuffled, train
 
 LIMITS = Limits(
     call_timeout=10.0,
@@ -90,11 +90,13 @@ class Several(DigitsMLP):
 
     def fall_behind(self) -> None:
         """Wait until the other trainers have filled a step without the current batch."""
-        server = self.seen.peers[0].server
-        assert server is not None
-        coordinator, until_s = server.admission.election.coordinator, time.monotonic() + 0.3
-        assert coordinator is not None
-        self.seen.wait_for(lambda: coordinator.generation.step_state.open.ready or time.monotonic() >= until_s)
+        until_s = time.monotonic() + 0.3
+
+        def is_full() -> bool:
+            coordinator = coordinator_of([*self.seen.peers, *self.seen.servers])
+            return coordinator is not None and coordinator.generation.step_state.open.ready
+
+        self.seen.wait_for(lambda: is_full() or time.monotonic() >= until_s)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -509,15 +511,12 @@ class Awaiting(L.Callback):
         assert isinstance(pl_module, Several)
         seen = pl_module.seen
         if trainer.is_global_zero and seen.went_back and len(seen.records) >= 10:
-            seen.wait_for(lambda: self.comes(trainer, seen))
+            seen.wait_for(lambda: self.comes(seen))
 
-    def comes(self, trainer: L.Trainer, seen: Seen) -> bool:
+    def comes(self, seen: Seen) -> bool:
         """Return whether the next record admits it, or an earlier one did."""
-        strategy, lives = trainer.strategy, set(seen.trainers) - set(dead(seen))
-        assert isinstance(strategy, ThreadStrategy)
-        assert strategy.peer is not None
-        assert strategy.peer.server is not None
-        coordinator = strategy.peer.server.admission.election.coordinator
+        lives = set(seen.trainers) - set(dead(seen))
+        coordinator = coordinator_of([*seen.peers, *seen.servers])
         waiting = [] if coordinator is None else coordinator.generation.trainers.membership.waiting
         return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 

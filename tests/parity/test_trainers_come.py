@@ -18,10 +18,11 @@ from lightning_swarm.coordinator.membership.trainers import TrainerMembership
 from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.server.server import Server
 from tests.parity.models import DigitsMLP, Recipe, digits
-from tests.parity.trainers import LIMITS, Seen, ThreadStrategy, assert_exact, numbered, train
+from tests.parity.trainers import LIMITS, Seen, ThreadStrategy, assert_exact, coordinator_of, numbered, train
 
 LATE, RANK = "peer-1", 1
 NUM_STEPS = 10
+VALIDATED_EACH = 10  # batches
 
 
 def server_of_lead(seen: Seen) -> Server | None:
@@ -32,9 +33,7 @@ def server_of_lead(seen: Seen) -> Server | None:
 
 
 def enrolment(seen: Seen) -> TrainerMembership:
-    server = server_of_lead(seen)
-    assert server is not None
-    coordinator = server.admission.election.coordinator
+    coordinator = coordinator_of([*seen.peers, *seen.servers])
     assert coordinator is not None
     return coordinator.generation.trainers.membership
 
@@ -146,7 +145,7 @@ def test_the_lead_alone_validates_and_saves(tmp_path: Any) -> None:
 
 
 def test_an_epoch_is_validated_however_few_of_its_batches_the_lead_is_left_with() -> None:
-    """Two validations are 10 of 13 batches apart; of an epoch with another trainer the lead has 7."""
+    """Two validations are 10 of 13 batches apart; of an epoch with another trainer the lead brings fewer."""
 
     class Validated(DigitsMLP):
         def __init__(self, seen: Seen) -> None:
@@ -157,10 +156,13 @@ def test_an_epoch_is_validated_however_few_of_its_batches_the_lead_is_left_with(
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
             self.seen.validated.append(self.trainer.current_epoch)
 
-    seen, _ = come(Validated, validation=lambda: DataLoader(digits(), 52), val_check_interval=10)
-    leads = [place for place, (epoch, _) in seen.numbers.items() if epoch == 1 and seen.batches[place][0] == 0]
-    assert 0 < len(leads) < 8
-    assert seen.validated == [0, 1]
+    for _ in range(4):  # thread timing decides who brings a batch
+        seen, _ = come(Validated, validation=lambda: DataLoader(digits(), 52), val_check_interval=VALIDATED_EACH)
+        leads = [place for place, (epoch, _) in seen.numbers.items() if epoch == 1 and seen.batches[place][0] == 0]
+        assert seen.validated == [0, 1]
+        if 0 < len(leads) < VALIDATED_EACH:
+            break
+    assert 0 < len(leads) < VALIDATED_EACH
 
 
 def test_one_that_dies_in_its_first_step_is_not_waited_for() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
 
+from lightning_swarm.coordinator.coordinator import Coordinator
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import Runtime, ThreadRuntime
 from lightning_swarm.core.limits import Limits
@@ -144,6 +145,15 @@ def place_of(module: L.LightningModule) -> Place:
     assert strategy.run.session.pipeline.batch is not None
     grant = strategy.run.session.pipeline.batch.grant
     return grant.step, grant.first
+
+
+def coordinator_of(peers: Iterable[Peer]) -> Coordinator | None:
+    """Return the newest coordinator of a run; on a busy machine another server may have taken over from the lead's."""
+    roles = [peer.server.admission.election.coordinator for peer in list(peers) if peer.server is not None]
+    found = [role for role in roles if role is not None]
+    runs = [role.generation.context.run for role in found]
+    terms = [(run.manifest.generation, run.term) for run in runs]
+    return found[terms.index(max(terms))] if found else None
 
 
 Note = Callable[[Place, Number, list[int], float], None]
