@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from lightning_swarm import cli
 from lightning_swarm.planner.records import MIN_GAIN
 from tests.p2p.processes import COMMAND, Run
-from tests.p2p.warm import WarmRun
+from tests.p2p.warm import WarmRun, wait_until
 
 # Cold starts of peers in this file: 6. The onlooker is none.
 
@@ -163,6 +163,7 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
     before = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 2)
     joiner = command(*pasted[1:])
     joined = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 3)
+    joiner.wait_for("In run 'swarm' from step")  # a status also shows peers that are about to join
     onlooker.interrupt()
     known = {peer["peer_id"] for peer in before["peers"]}
     (victim,) = (peer for peer in joined["peers"] if peer["peer_id"] not in known)
@@ -176,23 +177,29 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
                     return state
         raise AssertionError("the stream ended")
 
-    def num_answering(state: Any) -> int:
-        return sum(stage["num_peers"] for stage in state["stages"])
+    def answer(state: Any, number: int) -> bool:
+        found = sum(stage["num_peers"] for stage in state["stages"])
+        return (found, state["problem"]) == (number, None) and state["step"] is not None
 
-    whole = state_until(lambda state: num_answering(state) == 3)
+    def has_resumed(state: Any) -> bool:
+        # On a busy machine a living peer may also be silent in one survey.
+        losses = [one for one in state["events"] if one["kind"] in ("silent", "left")]
+        of_victim = [one for one in losses if victim["peer_id"][-6:] in one["text"]]
+        return bool(of_victim) and of_victim[-1]["resumed_s"] is not None
+
+    whole = state_until(lambda state: answer(state, 3))
     joiner.process.send_signal(signal.SIGKILL)
     assert joiner.wait() == -signal.SIGKILL
-    lost = state_until(lambda state: any(event["resumed_s"] is not None for event in state["events"]))
-    (loss,) = (event for event in lost["events"] if event["resumed_s"] is not None)
-    assert loss["kind"] in ("silent", "left")
-    assert victim["peer_id"][-6:] in loss["text"]
-    assert (num_answering(lost), lost["problem"]) == (2, None)
+    lost = state_until(lambda state: answer(state, 2) and has_resumed(state))
     assert lost["step"] > whole["step"]
     for peer in lost["peers"]:  # a killed peer is listed until its announcement expires
         if peer["peer_id"] == victim["peer_id"]:
             assert peer["problem"]
             assert peer["stages"] == victim["stages"]
-    assert b"lightning_swarm:step " in urllib.request.urlopen(f"{page}metrics").read()
+    wait_until(
+        lambda: b"lightning_swarm:step " in urllib.request.urlopen(f"{page}metrics").read(),
+        "the metrics have no step, although the coordinator answers",
+    )
     dashboard.interrupt()
     assert dashboard.wait() == 0, "".join(dashboard.output)
     (tmp_path / "enough").touch()

@@ -26,9 +26,10 @@ import transformers
 from lightning_swarm import remote_model
 from lightning_swarm.network import PeerId
 from lightning_swarm.serving import http_server, http_streams
-from lightning_swarm.serving.texts import ServedText
+from lightning_swarm.serving.texts import ServedText, TextWriter
 from tests.p2p.processes import Run, free_port
 from tests.p2p.test_serving import PROMPT, Servers, save
+from tests.p2p.warm import PATIENCE_S
 
 # Cold starts of peers in this file: none; clients are processes of their own.
 pytestmark = pytest.mark.thorough
@@ -42,6 +43,7 @@ PYTHON = {
 }
 NUM_NEW = 48
 KILL_AT = 4  # pieces
+HELD_AT = 8  # tokens, after which a text waits for the kill: a client may read its pieces late
 
 
 class Endpoint:
@@ -50,7 +52,8 @@ class Endpoint:
     def __init__(self, servers: Servers, patch: pytest.MonkeyPatch) -> None:
         self.servers = servers
         self.sent: list[str] = []  # comments and events, and the moments at which a server was killed
-        kept_alive = http_server.kept_alive
+        self.has_killed = threading.Event()
+        kept_alive, add = http_server.kept_alive, TextWriter.add
 
         async def recorded(*args: Any) -> AsyncGenerator[str]:
             async with aclosing(kept_alive(*args)) as events:
@@ -58,6 +61,12 @@ class Endpoint:
                     self.sent.append(one)
                     yield one
 
+        def held(writer: TextWriter, token: int, logits: Any) -> None:
+            if writer.num_tokens == HELD_AT:
+                assert self.has_killed.wait(PATIENCE_S)
+            add(writer, token, logits)
+
+        patch.setattr(TextWriter, "add", held)
         patch.setattr(http_server, "kept_alive", recorded)
         patch.setattr(http_streams, "_KEEP_ALIVE_S", 0.005)
         self.model = remote_model(servers.address)
@@ -81,6 +90,7 @@ class Endpoint:
         peer = session._route[0]
         os.kill(self.servers.runs[self.servers.names[peer]].process.pid, signal.SIGKILL)
         self.sent.append("killed")
+        self.has_killed.set()
         return PeerId(peer)
 
     def is_avoided(self, peer: PeerId) -> bool:
@@ -123,6 +133,7 @@ def test_a_text_is_streamed_on_although_its_server_is_killed(endpoint: Endpoint,
         pytest.skip(f"{PYTHON[client]} is not installed")
     command = [sys.executable, str(CLIENTS / client)] if client in PYTHON else node(tmp_path, client)
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise LiteLLM would download it at each import
+    endpoint.has_killed.clear()
     running = Run(endpoint.url, PROMPT, NUM_NEW, program=command, environment=offline)
     try:
         pieces, killed = [], None
