@@ -14,7 +14,7 @@ from lightning_swarm.trust.invitation_text import MAX_TEXT_BYTES, from_text, is_
 
 INVITE_HELP: Final = "an invitation: its file, its text, or -, which reads standard input"
 
-_ARG_START, _ARG_END = 45, 46  # indices of proc(5)'s fields 48 and 49, counted behind the program's name
+_ARG_START, _ARG_END = 45, 46  # proc(5)'s fields 48 and 49, as indices into the fields after the program's name
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def invitation_file(argument: str | None) -> Iterator[str | None]:
         yield argument
         return
     from_text(text, source)
-    with handed_over(text) as (variables, _):
+    with handed_over(text) as (variables, _):  # an unnamed file, as a parent process hands it to its children
         yield variables[INVITE]
 
 

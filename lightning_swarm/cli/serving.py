@@ -39,7 +39,7 @@ Serve a finished model: hold some of its blocks, and compute texts for clients.
     lightning-swarm serve --join ADDRESS --memory 4GB                   with less memory than is free
 
 FOLDER is a model as `save_pretrained` of Hugging Face writes it; `lightning-swarm export` makes one from a checkpoint.
-A server holds as many neighbouring blocks as fit into its memory, and chooses the part of the model served worst.
+A server holds as many neighbouring blocks as fit into its memory, and chooses the blocks that are served worst.
 The weights of each block must have the SHA-256 of the weights that the first server read.
 
 On Ctrl-C or SIGTERM it accepts no new texts, and leaves when the texts in progress are done. A second signal ends it at
@@ -150,7 +150,7 @@ def _serve(chosen: argparse.Namespace) -> int:
 
 
 def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address) -> None:
-    """Print the commands by which further servers and clients take part; the owner's contain invitations."""
+    """Print the commands by which further servers and clients take part, with invitations if this is the owner."""
     owner = None if entry is None else entry.proof
     if owner is not None and not isinstance(owner, Owner):
         _print_result(f"Others can join here, too, by invitations from the model's owner: --join {address}")
@@ -162,7 +162,7 @@ def _say_how_to_join(config: SwarmConfig, entry: Entry | None, address: Address)
     for_client: list[str] = []
     expires_at_s = time.time() + _INVITATION_S
     if owner is not None:
-        # Only training runs count uses. If the owner also has a run of this id, each line admits one peer to it.
+        # Uses count only if the owner also trains a run of this id; then each line admits one peer to that run.
         invite = partial(owner.invite, uses=1, expires_at_s=expires_at_s)
         for_server, for_client = (["--invite", to_text(invite(role))] for role in (Role.SERVER, Role.TRAINER))
     join = shlex.join(["lightning-swarm", "serve", *options, *for_server, "--join", str(address)])
@@ -223,7 +223,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=Limits().step_tokens,
         metavar="N",
-        help="most tokens of one step of a text, all rows together (default: %(default)d)",
+        help="maximum tokens that one step of a text computes, all rows together (default: %(default)d)",
     )
     parser.add_argument(
         "--stages",
@@ -249,8 +249,8 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-prefixes",
         action="store_true",
-        help="compute only once what prompts of several clients begin with; the time of an answer then reveals whether "
-        "other clients sent the same (default: share between texts of one client only)",
+        help="compute a common beginning of several clients' prompts only once; the time of an answer then reveals "
+        "whether another client sent it (default: share between texts of one client only)",
     )
     parser.add_argument("--stay", action="store_true", help="never move to stages that are served worse")
     parser.add_argument(

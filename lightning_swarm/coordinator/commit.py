@@ -283,7 +283,7 @@ class StepCommit:
         convicted = self._run.electorate.new_convictions(convicted)
         gone = {*gone, *convicted}
         newcomers = [newcomer for newcomer in newcomers if newcomer.member.peer_id not in convicted]
-        enlisted, retired = self._trainer_membership.changes(convicted)
+        enlisted, retired = self._trainer_membership.next_record_changes(convicted)
         new_peers = [*(newcomer.member.peer_id for newcomer in newcomers), *enlisted]
         invited = self._context.invitations.invitations_of(new_peers)
         if not isinstance(invited, UnsetType):

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """The coordinator's role of one peer, which outlasts run generations."""
+    """One peer's role as coordinator, over all run generations."""
 
     def __init__(self, context: CoordinatorContext, *, on_deposed: Callable[[], None]) -> None:
         self.on_deposed = on_deposed  # called when another peer coordinates
@@ -40,7 +40,7 @@ class Coordinator:
         await context.tasks.close()
 
     async def close(self, *, over: bool) -> None:
-        """Stop, and notify peers that the lead may not reach; `over` if it ended the run. Raises a task's error."""
+        """Stop, and notify peers that the lead may not reach. `over`: the run has ended. Raises a task's error."""
         self._is_over = True
         try:
             await self.generation.dismiss_others(over=over)
@@ -58,9 +58,9 @@ class Coordinator:
 
 
 class CoordinatorGeneration:
-    """One coordinator in one run generation: answers trainers, and has the open step closed."""
+    """The part of the role that lasts one run generation: answers trainers, and has the open step closed."""
 
-    # A rollback replaces the whole object. Only the role outlives it, with the balancer and the joiners.
+    # A rollback replaces the whole object. Only the `role` outlives it, with the balancer and the joiners.
     def __init__(self, context: CoordinatorContext, role: Coordinator) -> None:
         self.context, self._role = context, role
         self.step_state = context.step_state
@@ -117,7 +117,7 @@ class CoordinatorGeneration:
             return
         reason = ""
         while not reason:
-            reason = await self.trainers.lead.until_gone()
+            reason = await self.trainers.lead.watch_and_replace()
             if self._run.manifest.lead == me:  # this peer was appointed
                 return
         await self.trainers.fail(reason)
@@ -175,12 +175,12 @@ class CoordinatorGeneration:
     async def _finish(self, step: OpenStep) -> None:
         state = self.step_state
         record: Record | None = None
-        while record is None and step.ready:
+        while record is None and step.ready:  # no record: batches were struck; try again if others complete the step
             record = await self._step_commit.finish(step, state.selection(self._run), state.change)
         if record is None:
             state.finishing = False  # it takes batches again
         else:
-            state.outcome = self._outcome(step, record)
+            state.outcome = self._note_outcome(step, record)
             self._open_next(step)
         await self.context.changes.notify()  # trainers wait for the record, or may get a place again
 
@@ -189,7 +189,7 @@ class CoordinatorGeneration:
         await self.context.changes.notify()
         record = await self._step_commit.finish(step, self._run.selection, NO_CHANGE, late=True)
         assert record is not None, "a late step takes no new batches for struck ones, so it must be decided"
-        self.step_state.outcome, self.step_state.late_step = self._outcome(step, record), None
+        self.step_state.outcome, self.step_state.late_step = self._note_outcome(step, record), None
         self._finish_if_ready(self.step_state.open)
         await self.context.changes.notify()
 
@@ -202,8 +202,8 @@ class CoordinatorGeneration:
         # A late record must not change the membership, because the present members hold the next step's sums.
         return not self._step_commit.wants_changes()
 
-    def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
-        """Return the outcome of a step whose record is applied, and drop older state of the lead and of events."""
+    def _note_outcome(self, step: OpenStep, record: Record) -> StepOutcome:
+        """Drop state of the lead and of events that an applied record outdates; return the step's outcome."""
         lead, context = self._run.manifest.lead, self.context
         self.trainers.lead.note_decided(step.step)
         # Events of a peer that has just left are kept for one more step, until the lead has this record.

@@ -19,9 +19,9 @@ class LeadLiveness:
     """Tracks whether the lead is alive, and for which records its loop is ready. Stores its hyperparameters."""
 
     # The permit. A record changes the weights, so it is decided only while the lead's loop is ready for it: while the
-    # lead waits for a record or, with delayed steps, trains. A permit covers all steps up to one. It is withdrawn as
-    # soon as an answer lets the loop continue, because the loop may validate next. Without delayed steps, no permit
-    # outlasts its record, because the next record is of a later step.
+    # lead waits for a record or, with delayed steps, trains. A permit names the last step that it covers. It is
+    # withdrawn with the answer that lets the loop continue, because the loop may validate next. Without delayed steps,
+    # a permit covers one record only.
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
@@ -30,7 +30,7 @@ class LeadLiveness:
         self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
         self._alive_s = 0.0  # time of the newest sign of life
         self._restarted = False  # the lead's process is new, and knows nothing of the run
-        self._appointed: PeerId | None = None  # the next lead, once it has confirmed to this coordinator
+        self._appointed: PeerId | None = None  # the next lead, once it has answered this coordinator
         self._permitted_until: int | None = None  # the newest step that the permit covers; None: there is no permit
         self.hyperparameters: dict[int, list[dict[str, Any]]] = {}  # undecided step -> a dict for each parameter group
         self.known_version = 0  # the newest version that the lead knows
@@ -56,21 +56,21 @@ class LeadLiveness:
 
     # ------------------------------------------------------------------ a lead that is gone
 
-    async def until_gone(self) -> str:
+    async def watch_and_replace(self) -> str:
         """Watch the lead until another one is appointed, and return ""; or return why the run must end instead."""
-        # While the lead answers, nothing happens. Otherwise, another lead is appointed:
-        # - at once if servers already follow a next lead that has not confirmed to this coordinator;
+        # While the lead answers, nothing happens. If it does not, another lead is appointed:
+        # - at once if servers already follow a next lead that has not answered this coordinator;
         # - again whenever the silence has lasted another `_appoint_after_s`;
         # - for the last time if the lead was restarted, or was silent for `_timeout`. If that fails, the run ends.
         lead = self._run.manifest.lead
-        silent_s = tried_s = 0.0  # seconds of silence until now, and until the newest attempt
+        silent_s = attempt_s = 0.0  # duration of the silence: until now, and until the newest attempt
         while True:
-            asked_s = now_s()
-            is_unconfirmed = self._is_unconfirmed
+            asked_s, is_unconfirmed = now_s(), self._is_unconfirmed
             is_alive = not (self._restarted or is_unconfirmed) and await self._is_alive(lead)
             is_last = not is_alive and (self._restarted or silent_s >= self._timeout)
-            if is_last or is_unconfirmed or (not is_alive and silent_s >= tried_s + self._appoint_after_s):
-                tried_s, why_not = silent_s, await self._appoint(is_last=is_last)
+            is_due = not is_alive and silent_s >= attempt_s + self._appoint_after_s
+            if is_last or is_unconfirmed or is_due:
+                attempt_s, why_not = silent_s, await self._appoint(is_last=is_last)
                 if not why_not:
                     return ""
                 if is_last:
@@ -78,15 +78,15 @@ class LeadLiveness:
             await asyncio.sleep(self._silence_s)
             # Time during which this peer itself was frozen does not count.
             silent_s = 0.0 if is_alive else silent_s + min(now_s() - asked_s, 2 * self._silence_s)
-            tried_s = min(tried_s, silent_s)
+            attempt_s = min(attempt_s, silent_s)
 
     @property
     def _is_unconfirmed(self) -> bool:
-        """Whether servers were ordered to follow a next lead, which has not confirmed to this coordinator."""
+        """Whether servers already follow a next lead that has not answered this coordinator yet."""
         return self._run.is_rolling_back and self._run.manifest.lead != self._appointed
 
     async def _is_alive(self, lead: PeerId) -> bool:
-        """Return whether the lead called just now, or answers a ping: the run waits for a lead whose loop is busy."""
+        """Return whether the lead called just now, or answers a ping, as a lead whose loop is busy does."""
         if self._alive_s + self._silence_s > now_s():
             return True
         return bool(await alive_among(self._transport, [lead], timeout=self._silence_s))

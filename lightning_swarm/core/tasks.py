@@ -42,7 +42,7 @@ class TaskOwner:
         return task
 
     async def close(self) -> None:
-        """Cancel and await all tasks. If a task has raised, which is a bug and cancels all tasks, raise its error."""
+        """Cancel and await all tasks. Raises the error of a task that failed: a bug, which has cancelled all others."""
         self._stop.set()
         if self._root is not None:
             root, self._root = self._root, None
@@ -84,7 +84,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
         failures = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
     finally:
         await cancel_and_wait(tasks)
-    return [task.result() for task in failures or tasks]
+    return [task.result() for task in failures or tasks]  # raises the error of the first failure
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -127,8 +127,8 @@ async def first_result(coroutines: Iterable[Coroutine[Any, Any, _T | None]]) -> 
         while running:
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in running:
-                if task.done() and (found := task.result()) is not None:
-                    return found
+                if task.done() and (result := task.result()) is not None:
+                    return result
             running = [task for task in running if not task.done()]
     finally:
         await cancel_and_wait(tasks)

@@ -85,4 +85,4 @@ class StepRate:
             return None
         (begin_s, first), (end_s, last) = seen[0], seen[-1]
         step_s = (end_s - begin_s) / (last - first)
-        return 60 * (last - first) / (max(end_s, now_s - step_s) - begin_s)  # an overdue step lowers the rate
+        return 60 * (last - first) / (max(end_s, now_s - step_s) - begin_s)  # the wait for an overdue step counts

@@ -37,7 +37,7 @@ class RunChange(Struct, frozen=True, kw_only=True):
     at_s: float  # Unix time of the survey that found it
     kind: str
     text: str
-    resumed_s: float | None = None  # after a loss: from the survey before it to the first survey with a later step
+    resumed_s: float | None = None  # after a loss: from the last survey before it to the first with a later step
 
 
 class Overview(Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     join: tuple[str, ...] = ()  # commands for other machines
 
     def shown(self) -> Overview:
-        """Return the overview with as many peers of each stage as a page draws, silent and leading peers first."""
+        """Return the overview with at most as many peers of a stage as a page draws; silent and leading peers first."""
         most = min(MAX_BOXES, max(4, MAX_BOXES_IN_ALL // max(1, len(self.stages))))
         drawn, peers = Counter[int](), []
         for peer in sorted(self.peers, key=_is_ordinary):
@@ -90,7 +90,7 @@ def overview_of_run(report: SwarmReport, address: str, now_s: float) -> Overview
         _stage(holders, is_portable=index in report.portable, is_measured=index != report.trainers_stage)
         for index, holders in enumerate(_holders(report.peers, len(report.stages)))
     ]
-    # Each sample passes each stage. The median hardly depends on a stage that repeats some, or has a silent peer.
+    # Each sample passes each stage. The median hardly depends on one stage that repeats samples, or has a silent peer.
     rates = [stage.rate for stage in stages if stage.rate is not None]
     return Overview(
         kind="run",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import boundary_layers
 from lightning_swarm.protocol.messages.run import Selection
+
+_Key = TypeVar("_Key")
+_NamesById: TypeAlias = Mapping[int, str]  # id of a parameter -> its full name
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -57,13 +60,13 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
     group.update({key: _with_tuples(group.get(key), value) for key, value in values.items()})
 
 
-def _with_tuples(own: Any, value: Any) -> Any:
+def _with_tuples(present: Any, value: Any) -> Any:
     """Convert lists to tuples where the present value has tuples, because the wire has only lists."""
-    if not isinstance(value, (list, tuple)) or not isinstance(own, (list, tuple)):
+    if not isinstance(value, (list, tuple)) or not isinstance(present, (list, tuple)):
         return value
-    olds = [own[min(index, len(own) - 1)] if own else None for index in range(len(value))]
+    olds = [present[min(index, len(present) - 1)] if present else None for index in range(len(value))]
     items = [_with_tuples(old, new) for old, new in zip(olds, value, strict=True)]
-    return tuple(items) if isinstance(own, tuple) else items
+    return tuple(items) if isinstance(present, tuple) else items
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -83,14 +86,19 @@ Examples are `k` of schedule-free optimizers and `d` of Prodigy. Servers add the
 """
 
 
-# Below, `names` are full parameter names by `id` of the optimizer's parameters. `state_by_name` and `loaded_state`
-# return state by parameter name. `number_to_name` and `name_to_number` convert a state dict's keys.
-def state_by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+def _split_group_values(states: Mapping[_Key, Any]) -> tuple[dict[_Key, dict[str, Any]], dict[_Key, Any]]:
+    """Return parameters' states without the values of `GROUP`, and these values; omit a state that has only them."""
+    group_values = {key: state[GROUP] for key, state in states.items() if GROUP in state}
+    rest = {key: {name: value for name, value in state.items() if name != GROUP} for key, state in states.items()}
+    return {key: state for key, state in rest.items() if state or key not in group_values}, group_values
+
+
+def state_by_name(optimizer: Optimizer, names: _NamesById) -> dict[str, dict[str, Any]]:
     """Return the present state of an optimizer over the whole model, by full parameter name. Not a state dict."""
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items() if id(parameter) in names}
 
 
-def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: _NamesById) -> dict[str, dict[str, Any]]:
     """Return the state, by parameter name, that an optimizer over the whole model has after loading a state dict."""
     # The optimizer's own code loads it, over copies of the parameters that take no memory.
     twin: Optimizer = object.__new__(type(optimizer))
@@ -108,17 +116,17 @@ def loaded_state(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
 
 
 def as_state_dict(
-    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
+    optimizer: Optimizer, names: _NamesById, state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
     """Convert state by parameter name to the state dict that `optimizer.state_dict()` returns in one process."""
-    copy = dict if shared else copied_state  # a copy shares no memory with `state`
-    states = {p: copy(state[names[id(p)]]) for p in parameters_of(optimizer) if names[id(p)] in state}
-    # For a parameter with values for its group but without state of its own, no state is saved.
-    group_values = {parameter: values.pop(GROUP) for parameter, values in states.items() if GROUP in values}
+    by_parameter = {p: state[names[id(p)]] for p in parameters_of(optimizer) if names[id(p)] in state}
+    if not shared:
+        by_parameter = {parameter: copied_state(values) for parameter, values in by_parameter.items()}
+    states, group_values = _split_group_values(by_parameter)
     before = dict(optimizer.state)  # restored below
     try:
         # The optimizer's own code saves it, because some, such as bitsandbytes, save their state in another form.
-        _replace(optimizer.state, {p: values for p, values in states.items() if values or p not in group_values})
+        _replace(optimizer.state, states)
         state_dict = optimizer.state_dict()
     finally:
         _replace(optimizer.state, before)
@@ -138,17 +146,15 @@ def copied_state(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
-def as_saved(
-    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Convert state by parameter name to the form in which the optimizer saves it; the result shares memory."""
+def as_saved(optimizer: Optimizer, names: _NamesById, state: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Convert each parameter's state, still by name, to the form in which the optimizer saves it. Shares memory."""
     saved = as_state_dict(optimizer, names, state, shared=True)["state"]
-    found = {names[id(p)]: saved[number] for number, p in enumerate(parameters_of(optimizer)) if number in saved}
+    by_name = {names[id(p)]: saved[number] for number, p in enumerate(parameters_of(optimizer)) if number in saved}
     group_values = {name: {GROUP: values[GROUP]} for name, values in state.items() if GROUP in values}
-    return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}
+    return {name: {**by_name.get(name, {}), **group_values.get(name, {})} for name in {**by_name, **group_values}}
 
 
-def number_to_name(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+def number_to_name(optimizer: Optimizer, names: _NamesById, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the parameters' numbers in a state dict of an optimizer by their names; `name_to_number` undoes this."""
     order = [names[id(parameter)] for parameter in parameters_of(optimizer)]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
@@ -159,17 +165,10 @@ def name_to_number(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Undo `number_to_name`. Also move values of `GROUP`, which servers add to states, into the parameter groups."""
     order = [name for group in saved["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
+    states, group_values = _split_group_values(saved["state"])
     groups = []
     for group in saved["param_groups"]:
-        written = [saved["state"][name].get(GROUP, {}) for name in group["params"] if name in saved["state"]]
-        merged = {key: value for values in written for key, value in values.items()}
+        merged = {key: value for name in group["params"] for key, value in group_values.get(name, {}).items()}
         groups.append({**group, **merged, "params": [numbers[name] for name in group["params"]]})
-    states = {
-        name: {key: value for key, value in values.items() if key != GROUP} for name, values in saved["state"].items()
-    }
-    kept = {
-        numbers[name]: values
-        for name, values in states.items()
-        if name in numbers and (values or GROUP not in saved["state"][name])
-    }
-    return {"state": kept, "param_groups": groups}
+    by_number = {numbers[name]: state for name, state in states.items() if name in numbers}
+    return {"state": by_number, "param_groups": groups}

@@ -18,6 +18,7 @@ from lightning_swarm.protocol.messages.state import StateKind
 
 _PIECE_BYTES: Final = 8 << 20  # hashed at once, in some milliseconds
 _PREFIX: Final = b"lightning_swarm/state\0"
+_END: Final = object()  # returned by `next` instead of a piece
 _encoder = msgspec.msgpack.Encoder(order="deterministic")  # equal values have equal bytes
 
 
@@ -38,11 +39,11 @@ def parts_of_weights(weights: Mapping[str, Tensor]) -> list[StatePart]:
 
 def parts_of_optimizer(state: Mapping[str, Any]) -> list[StatePart]:
     """Return the parts of an optimizer's state by parameter name; refuse values that cannot be sent."""
-    found = []
-    for name, own in state.items():
-        ordered = dict(sorted(own.items())) if isinstance(own, dict) else own
-        found.append(StatePart("optimizer", name, *serialization.flatten(ordered)))
-    return found
+    parts = []
+    for name, values in state.items():
+        ordered = dict(sorted(values.items())) if isinstance(values, dict) else values
+        parts.append(StatePart("optimizer", name, *serialization.flatten(ordered)))
+    return parts
 
 
 class StateDigests:
@@ -56,32 +57,30 @@ class StateDigests:
         self._parts = parts  # kept alive, so that no other tensor gets their memory
         self._pieces = self._hash()
         self._digests: list[bytes] = []
-        self._is_done = False
 
     def advance(self) -> bool:
-        """Hash one more piece, and return whether there are more."""
-        self._is_done = self._is_done or next(self._pieces, self) is self  # `self` stands for the end
-        return not self._is_done
+        """Hash one more piece; return False if all were hashed before."""
+        return next(self._pieces, _END) is not _END
 
-    def proof(self, challenge: int, kinds: Iterable[StateKind], more: Any = None) -> bytes:
-        """Hash the rest, and return BLAKE3 of a challenge, `more`, and the digests of all parts of these kinds."""
+    def proof(self, challenge: int, kinds: Iterable[StateKind], context: Any = None) -> bytes:
+        """Hash the rest, and return BLAKE3 of a challenge, a `context`, and the digests of all parts of these kinds."""
         while self.advance():
             pass
         chosen = set(kinds)
-        found = blake3(_PREFIX + _encoder.encode((challenge, sorted(chosen), more)))
+        hasher = blake3(_PREFIX + _encoder.encode((challenge, sorted(chosen), context)))
         digests = zip(self._parts, self._digests, strict=True)
         for digest in sorted(digest for part, digest in digests if part.kind in chosen):
-            found.update(digest)
-        return found.digest()
+            hasher.update(digest)
+        return hasher.digest()
 
     def _hash(self) -> Generator[None, None, None]:
         for part in self._parts:
-            found = blake3(part.label)
+            hasher = blake3(part.label)
             for tensor in part.tensors:
-                found.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
+                hasher.update(f"{tensor.dtype} {list(tensor.shape)};".encode())
                 raw = raw_bytes(tensor)
                 for start in range(0, len(raw), _PIECE_BYTES):
-                    found.update(raw[start : start + _PIECE_BYTES].cpu().numpy().data)
+                    hasher.update(raw[start : start + _PIECE_BYTES].cpu().numpy().data)
                     yield
-            self._digests.append(found.digest())
+            self._digests.append(hasher.digest())
             yield

@@ -1,4 +1,4 @@
-"""Asks the peers of a run for its members and for texts, and sends the owner's bans to all peers."""
+"""Asks a run's peers who its members are, sends prompts to its lead, and sends the owner's bans to all peers."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ class Members:
             ) from error
         self._roles = {sighting.peer_id: sighting.role for sighting in self._sightings}
 
-    @property
-    def view(self) -> RunView | None:
-        """The view of the run that one of its servers reports; None: no answering peer is in a run."""
+    def ask_view(self) -> RunView | None:
+        """Ask a server of the run for its view; return None if no answering peer is in a run."""
         # Keepers come first, because their reports need no confirmation.
         for asked in sorted(self._sightings, key=lambda each: not is_certified_keeper(self._transport, each.peer_id)):
             if asked.report is not None and asked.report.server is not None:
@@ -86,7 +85,7 @@ class Members:
 
     def members(self) -> list[RunMember]:
         """Return the run's members; see `members_of`."""
-        view = self.view
+        view = self.ask_view()
         if view is None:
             raise ConfigError(
                 f"a run lists its members once it has begun, and no peer that {self._first} knows is in a run. "
@@ -96,22 +95,22 @@ class Members:
 
     def has_seen(self, peer: PeerId) -> bool:
         """Return whether a peer ever joined the run, was banned from it, or announces itself now."""
-        view = self.view
-        found = [] if view is None else members_of(view, {})
-        return peer in {*self._roles, *(member.peer_id for member in found)}
+        view = self.ask_view()
+        members = [] if view is None else members_of(view, {})
+        return peer in {*self._roles, *(member.peer_id for member in members)}
 
     def invitations_of(self, peer: PeerId) -> list[str]:
         """Return the numbers of the invitations with which a peer joined, in hex."""
-        found = [member.invitation for member in self.members() if member.peer_id == peer]
-        return [invitation for invitation in found if invitation is not None]
+        members = [member for member in self.members() if member.peer_id == peer]
+        return [member.invitation for member in members if member.invitation is not None]
 
     def banned_invitations_of(self, peer: PeerId) -> list[str]:
         """Return a peer's invitations that the newest record lists as banned, in hex; none if no run has begun."""
-        seats = None if (view := self.view) is None else view.seats
-        if seats is None or isinstance(seats.invitations, UnsetType):
+        view = self.ask_view()
+        if view is None or isinstance(view.seats.invitations, UnsetType):
             return []
-        subjects = {ban.subject for ban in active_bans(seats.bans)}
-        numbers = [invitation.number.hex() for invitation in seats.invitations if peer in invitation.peers]
+        subjects = {ban.subject for ban in active_bans(view.seats.bans)}
+        numbers = [invitation.number.hex() for invitation in view.seats.invitations if peer in invitation.peers]
         return [number for number in numbers if number in subjects]
 
     def send_ban(self, signed: bytes) -> dict[PeerId, str | None]:
@@ -143,29 +142,29 @@ def members_of(view: RunView, roles: Mapping[PeerId, str | None]) -> list[RunMem
     seats = view.seats
     banned = {ban.subject: printable(ban.reason) for ban in active_bans(seats.bans)}
     convicted = {str(conviction.peer): printable(conviction.reason) for conviction in seats.convicted or ()}
-    found, named = list[RunMember](), set[str]()
+    members, named = list[RunMember](), set[str]()
     for invitation in seats.invitations or ():
         number = invitation.number.hex()
         for peer in invitation.peers:
             named.add(peer)
             reason = banned.get(peer, banned.get(number))
             uses = (len(invitation.peers), invitation.uses)
-            found.append(
+            members.append(
                 RunMember(peer, roles.get(peer), number, uses, _parts(view, peer), reason, convicted.get(peer))
             )
     if isinstance(seats.invitations, UnsetType):
         peers = {str(member.peer_id) for roster in seats.rosters for member in roster} | {*seats.trainers, *convicted}
-        found += [
+        members += [
             RunMember(peer, None, None, (0, 0), _parts(view, PeerId(peer)), None, convicted.get(peer))
             for peer in sorted(peers)
         ]
-    numbers = {member.invitation for member in found}
-    found += [
+    numbers = {member.invitation for member in members}
+    members += [
         RunMember(subject, None, None, (0, 0), (), reason)
         for subject, reason in banned.items()
         if subject not in named | numbers
     ]
-    return sorted(found, key=lambda member: (not member.parts, member.banned is not None, member.parts, member.peer_id))
+    return sorted(members, key=lambda each: (not each.parts, each.banned is not None, each.parts, each.peer_id))
 
 
 def _parts(view: RunView, peer: PeerId) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ class MemoryNetwork:
             self.mend(*cut)
         for wire in tuple(self.wires):
             if peer in (wire.sender, wire.receiver):
-                wire.break_off()
+                wire.fail()
 
 
 class _Wire(asyncio.ReadTransport):
@@ -189,7 +189,7 @@ class _Wire(asyncio.ReadTransport):
             self.damaged, data = False, _damage(bytes(data))
         if not self._broken:
             self.reader.feed_data(data)
-        # Without this pause, a reader that keeps up would see complete messages only.
+        # This pause lets the reader run between two buffers, so it also sees incomplete messages, as over a socket.
         await asyncio.sleep(0)
         await self._room.wait()
         if self._broken:
@@ -203,8 +203,8 @@ class _Wire(asyncio.ReadTransport):
         self._room.set()
         self._network.wires.pop(self, None)
 
-    def break_off(self) -> None:
-        """Break the wire, as the death of a peer does."""
+    def fail(self) -> None:
+        """Break the wire, as the death of a peer does: the reader gets an error."""
         self._broken = True
         self.reader.set_exception(ConnectionResetError("the peer is gone"))
         self._room.set()
@@ -238,7 +238,7 @@ class MemoryTransport(BaseTransport):
         await self._wait_until_served()
 
     def die(self) -> None:
-        """Close at once, without waiting for tasks to end."""
+        """Leave the network and cancel all tasks at once, without waiting for them."""
         if not self.closed:
             self._network.remove(self.peer_id)
             self._break_off()

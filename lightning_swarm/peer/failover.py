@@ -56,7 +56,7 @@ class StandbySender:
     async def send(self, run: RunState, version: int, pack: PackLoop) -> None:
         """Send the loop's state at this version of the weights; a peer that does not accept the state is no standby."""
         generation, candidates = run.manifest.generation, set(await self._candidates()) - {self._transport.peer_id}
-        chosen = sorted((peer for peer in seniority(run) if peer in candidates), key=self._failed.__contains__)
+        chosen = sorted((peer for peer in seniority(run) if peer in candidates), key=lambda peer: peer in self._failed)
         if not chosen:
             self.holding = ()
             return
@@ -83,7 +83,7 @@ class StandbySender:
         return holding
 
     async def _keeps(self, peer: PeerId, head: KeptLoop, tensors: Sequence[Tensor]) -> bool:
-        self._failed.add(peer)  # before the call, because the next state to send cancels it
+        self._failed.add(peer)  # before the call, which is cancelled when the next state is to be sent
         try:
             await KEEP_LOOP.ask(self._transport, peer, head, tensors, timeout=self._limits.call_timeout, max_bytes=0)
         except SwarmError as error:
@@ -183,7 +183,7 @@ async def await_loops(
             await asyncio.sleep(_POLL_START_S)
 
 
-class StandbyLead:
+class RollbackFollower:
     """A trainer that is not the lead: reports where its loop could resume, and follows rollbacks through its server."""
 
     def __init__(self, transport: Transport, admission: Admission, *, limits: Limits) -> None:
@@ -209,7 +209,7 @@ class StandbyLead:
         return self.run.manifest.lead if self.run is not None else None
 
     async def _handle_loop(self, caller: PeerId, request: LoopRequest) -> LoopReply:
-        lead = self._admission.membership.lead or self._lead  # a standby that took over, else the run's lead
+        lead = self._admission.membership.lead or self._lead  # first the peer that released this trainer's server
         if caller != lead:
             raise ProtocolError(f"only the lead {lead} may roll the run back, got a request of {caller}")
         versions = [version for version in request.versions if self.can_resume(version, self._counts)]
@@ -234,7 +234,7 @@ class StandbyLead:
         return self._admission.continues_at if released.is_set() else None
 
     async def _while_rollback_possible(self) -> None:
-        """Wait until no rollback can come: the run is complete, or its lead is gone or rolled back without this one."""
+        """Wait until no rollback can come: the run can go on, or its lead is gone or rolled back without this peer."""
         run, silence_s, wait_s = self.run, self._limits.silence_timeout, self._limits.revive_timeout
         assert run is not None
         if not await why_cannot_continue(self._transport, run, lambda: 0, timeout=wait_s, silence_s=silence_s):

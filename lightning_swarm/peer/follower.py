@@ -138,7 +138,7 @@ class Follower:
     _config: SwarmConfig
     _host: ServerHost
     _training: TrainerRole
-    _standby: failover.StandbyLead | None = None  # None: this peer follows no other trainer
+    _rollbacks: failover.RollbackFollower | None = None  # None: this peer follows no other trainer
 
     # ------------------------------------------------------------------ a run under way
 
@@ -165,8 +165,8 @@ class Follower:
             self._runtime.run(self._host.start(model.twin()))
         admission, limits = self._host.admission, self._config.limits
         run = admission.membership.trains_in = RunState.from_view(seen, seen.version)
-        standby = self._become_standby()
-        standby.leave_run()  # forget the run generation that this peer was in before
+        rollbacks = self._follow_rollbacks()
+        rollbacks.leave_run()  # forget the run generation that this peer was in before
         # For calls that must end when the run is over or rolls back; `self._runtime` is for the peer's own server.
         runtime_until_over = self._host.runtime_until_over(
             self._runtime, admission.released, grace_s=limits.leave_timeout
@@ -180,7 +180,7 @@ class Follower:
         )
         view, epoch = runtime_until_over.run(coordinator_client.enter(self._directory.transport, run, timeouts))
         run = admission.membership.trains_in = RunState.from_view(view, view.version)
-        standby.enter_run(run)
+        rollbacks.enter_run(run)
         return self._open(run, model, device, runtime_until_over), epoch
 
     def leave_in_order(self) -> None:
@@ -203,15 +203,15 @@ class Follower:
         """Serve, and open a session in the run as soon as the starter has begun it."""
         self._runtime.run(self._host.announce(model.twin(), trains=True, may_take_over=self._host.may_take_over))
         limits = self._config.limits
-        standby, released = self._become_standby(), self._host.admission.released
+        rollbacks, released = self._follow_rollbacks(), self._host.admission.released
         runtime = self._host.runtime_until_over(self._runtime, released, grace_s=limits.leave_timeout)
-        run = runtime.run(self._await_begin(standby, timeout=limits.lead_timeout))
+        run = runtime.run(self._await_begin(rollbacks, timeout=limits.lead_timeout))
         self._runtime.run(self._host.keep_joined(run))
         return self._open(run, model, device, runtime)
 
-    async def _await_begin(self, standby: failover.StandbyLead, *, timeout: float) -> RunState:
+    async def _await_begin(self, rollbacks: failover.RollbackFollower, *, timeout: float) -> RunState:
         """Wait until the lead has begun the run with this peer's server, and return the run's state at its start."""
-        admission, standby.waits = self._host.admission, True
+        admission, rollbacks.waits = self._host.admission, True
         try:
             async with asyncio.timeout(timeout):
                 await first_of(admission.ready.wait(), self._raise_when_lead_gone())
@@ -221,9 +221,9 @@ class Follower:
                 "`Limits.lead_timeout`."
             ) from None
         finally:
-            standby.waits = False
+            rollbacks.waits = False
         run = admission.membership.trains_in = RunState(admission.membership.run.manifest)
-        standby.enter_run(run)
+        rollbacks.enter_run(run)
         return run
 
     async def _raise_when_lead_gone(self) -> None:
@@ -248,11 +248,11 @@ class Follower:
         with contextlib.suppress(RunOver):
             runtime.run(self._host.until_dismissed())
 
-    def _become_standby(self) -> failover.StandbyLead:
-        if self._standby is None:
+    def _follow_rollbacks(self) -> failover.RollbackFollower:
+        if self._rollbacks is None:
             limits = self._config.limits
-            self._standby = failover.StandbyLead(self._directory.transport, self._host.admission, limits=limits)
-        return self._standby
+            self._rollbacks = failover.RollbackFollower(self._directory.transport, self._host.admission, limits=limits)
+        return self._rollbacks
 
     def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
         run.apply_bans_by(partial(apply_received_ban, self._directory.transport))
@@ -265,15 +265,15 @@ class Follower:
     @property
     def follows(self) -> bool:
         """True if this peer trains, or is about to, in a run that another peer leads."""
-        return self._standby is not None
+        return self._rollbacks is not None
 
     def stop_following(self) -> None:
         """Stop following, because this peer is about to lead."""
-        self._host.admission.membership.trains_in = self._standby = None
+        self._host.admission.membership.trains_in = self._rollbacks = None
 
     def rollback_step(self) -> int | None:
         """Return the step to which the run rolls back after an error; None if it does not roll back."""
-        return None if self._standby is None else self._runtime.run(self._standby.rollback_step())
+        return None if self._rollbacks is None else self._runtime.run(self._rollbacks.rollback_step())
 
     @property
     def is_rolling_back(self) -> bool:
@@ -283,9 +283,9 @@ class Follower:
     @property
     def has_new_lead(self) -> bool:
         """True if the peer that released the run is not its former lead."""
-        return self._standby is not None and self._standby.has_new_lead
+        return self._rollbacks is not None and self._rollbacks.has_new_lead
 
     def set_can_resume(self, can_resume: failover.CanResume) -> None:
         """Set the function that decides whether this trainer's loop could continue at a version."""
-        assert self._standby is not None
-        self._standby.can_resume = can_resume
+        assert self._rollbacks is not None
+        self._rollbacks.can_resume = can_resume

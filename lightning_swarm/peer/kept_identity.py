@@ -31,7 +31,7 @@ class PeerStart(Struct, frozen=True):
     """The start of a peer, by which a restart recognizes its own key among the keys of this user's other peers."""
 
     invitation: str = ""  # digest of the invitation; empty if there is none, or it cannot be read twice
-    command: str = ""  # digest of arguments, which may be secrets, and of the invitation's file name
+    command: str = ""  # digest of the command line, which may contain secrets, and of the invitation's file name
     listen: str = ""
     folder: str = ""
 
@@ -58,11 +58,11 @@ class PeerStart(Struct, frozen=True):
 
     def may_be(self, other: PeerStart) -> bool:
         """Return whether two starts may be of one peer."""
-        # Peers with different invitations must not exchange their keys, because each invitation would be used once
-        # more. But if all else is equal, it is one peer with a new invitation in the old file.
-        are_known = "" not in (self.invitation, other.invitation)
-        has_other_invitation = are_known and self.invitation != other.invitation
-        return not has_other_invitation or structs.replace(self, invitation=other.invitation) == other
+        # A start with another invitation is another peer, whose invitation would be used once more if it took this key.
+        # But if nothing else differs, it is the same peer, with a new invitation in the old file.
+        if self.invitation == other.invitation or "" in (self.invitation, other.invitation):
+            return True
+        return structs.replace(self, invitation=other.invitation) == other
 
     def likeness(self, other: PeerStart) -> int:
         """Count the properties that two starts have in common."""
@@ -80,7 +80,7 @@ def keep_identity(find_folder: Callable[[], Path], run_id: str, start: PeerStart
         # A key that this process has locked stays untouched: reopening and closing its lock's file would end the lock.
         path = next((path for path in paths if path in _locks), None)
         if path is None:
-            path = next((path for path in _by_preference(paths, start) if _lock(path, start)), None)
+            path = next((path for path in _by_preference(paths, start) if _try_lock(path, start)), None)
     except (OSError, ConfigError) as error:
         _log.warning(
             "This peer's key is not kept, so that each start is another use of its invitation: %s. Name a file for the "
@@ -110,7 +110,7 @@ def _lock_file(path: Path) -> Path:
     return path.with_suffix(f"{path.suffix}.lock")
 
 
-def _lock(path: Path, start: PeerStart) -> bool:
+def _try_lock(path: Path, start: PeerStart) -> bool:
     """Lock a key's file until this process ends; False if another process has locked it."""
     # Forked processes, such as DataLoader workers, do not inherit this kind of lock, so none of them keeps the key
     # locked after the peer has ended.

@@ -37,18 +37,18 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
     model.to("meta")
     calls = _run_on_meta(model, blocks, example)
     counted = tuple(_count_block(block, *calls[id(block)], num_rows) for block in blocks.modules)
-    first = serialization.flatten(calls[id(blocks.modules[0])][0][0])[1]
-    extras = serialization.flatten(calls[id(blocks.modules[-1])][0][1])[1]
+    (args, _), (_, kwargs) = (calls[id(block)][0] for block in (blocks.modules[0], blocks.modules[-1]))
+    inputs, extras = serialization.flatten(args)[1], serialization.flatten(kwargs)[1]
     around = _count_around(model, blocks.modules, counted, example)
     return ModelProfile(
         blocks=counted,
-        input_bytes=_bytes(first) // num_rows,
+        input_bytes=_bytes(inputs) // num_rows,
         # Parameters before the pipeline need the gradient of its input.
-        input_gradient=bool(around.parameters) and any(map(serialization.is_differentiable, first)),
+        input_gradient=bool(around.parameters) and any(map(serialization.is_differentiable, inputs)),
         extra_bytes=_bytes([tensor for tensor in extras if tensor.ndim and len(tensor) == num_rows]) // num_rows,
         around=around,
         weight_bytes=max(parameter.element_size() for parameter in model.parameters()),
-        input_number_bytes=number_bytes(first),
+        input_number_bytes=number_bytes(inputs),
     )
 
 
@@ -56,7 +56,7 @@ def _run_on_meta(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, tu
     """Run the model, and return each block's `id` with the arguments and the output of its first call."""
     with recorded_calls(blocks.modules) as calls:
         try:
-            time_costs(model, blocks, example)
+            time_costs(model, blocks, example)  # for its calls of the blocks: times on the meta device mean nothing
         except (NotImplementedError, RuntimeError) as error:
             raise ConfigError(
                 f"to count a sample's costs, {type(model).__name__} must run on torch's meta device, where tensors "
@@ -108,7 +108,7 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 def _count_block(block: nn.Module, arguments: Arguments, output: Any, num_rows: int) -> BlockProfile:
     """Count the costs of a block by calling it with these arguments."""
     with torch.enable_grad():
-        flop, graph_bytes = _count_call(block, prepare_call(block, arguments))
+        flop, graph_bytes = _count_call(block, prepare_call(block, arguments))  # forward and backward
     outputs = serialization.flatten(output)[1]
     return BlockProfile(
         parameters=sum(parameter.numel() for parameter in block.parameters()),

@@ -1,4 +1,4 @@
-"""Runs a server's calls, each of which fulfils a ticket, and delays averaging until they leave the link idle."""
+"""Runs a server's calls, whose results peers fetch by tickets, and delays averaging until calls leave the link idle."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PendingWork:
         except SwarmError as error:
             self._tickets.fail(name, error)
         except Exception as error:
-            if is_out_of_memory(error):  # for received tensors; computations handle such errors themselves
+            if is_out_of_memory(error):  # memory for received tensors; computations handle their own errors
                 self._tickets.fail(name, OutOfMemory(f"this server has too little memory for {name}: {error}"))
                 return
             # This is a bug, which ends the server. Waiting peers must get an error.

@@ -53,7 +53,7 @@ def _saved_bytes(parameters: Sequence[Tensor]) -> Iterator[dict[int, int]]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in ignored:
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # otherwise a saved output would refer to itself through its own graph
+        return tensor.detach()  # a saved output with its graph would keep itself alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
@@ -67,7 +67,7 @@ def num_bytes(tensors: Sequence[Tensor]) -> int:
 def measured(
     run: Callable[[], Any], parameters: Sequence[Tensor], inputs: Sequence[Tensor], extras: Sequence[Tensor]
 ) -> tuple[Any, SampleCosts]:
-    """Return the output of `run` and its costs per sample; saved parameters take no further memory."""
+    """Return the output of `run` and its costs per sample. Parameters do not count as saved for the backward."""
     with _saved_bytes(parameters) as saved, _FlopCounter() as flops:
         output = run()
     outputs = serialization.flatten(output)[1]

@@ -32,7 +32,7 @@ class StepHandlers:
     # Called with each applied record, the mean gradients of the stages here, and the weights written before the step.
     on_decided: Callable[[Record, Mapping[int, Tensor], WrittenByStage], None]
     on_failed: Callable[[StepError], None]  # called if this server's stages become unusable
-    on_fenced: Callable[[str], None]  # called with the name of a struck batch, with which its calls' names begin
+    on_fenced: Callable[[str], None]  # called with the prefix of the names of a struck batch's calls
 
     def __init__(self, context: ServerContext) -> None:
         transport = context.transport
@@ -108,7 +108,7 @@ class StepHandlers:
     ) -> None:
         """Add a batch's gradients of layers around the pipeline, which this trainer computed; see `GradientSums.add`.
 
-        The key has 0 for ``index`` and ``call``. Gradients may be missing or None. `batch_statistics` are the
+        The key's ``index`` and ``call`` must be 0. Gradients may be missing or None. `batch_statistics` are the
         statistics of batch norms.
         """
         stage = self.stage(index)
@@ -148,15 +148,16 @@ class StepHandlers:
             )
         await self.wait_for_version(version)
 
-    async def wait_for_later(self, version: int, *, within_s: float, written: float = math.inf) -> None:
-        """Wait up to `within_s` for a later version, or for weights written under a number above `written`."""
+    async def wait_for_later(self, version: int, *, within_s: float, after_change: float = math.inf) -> None:
+        """Wait up to `within_s` for a later version, or for written weights with a number above `after_change`."""
+        known = version, after_change
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._applied:
-                await self._applied.wait_for(lambda: (self.version, self.sums.next.change.number) > (version, written))
+                await self._applied.wait_for(lambda: (self.version, self.sums.next.change.number) > known)
 
     async def wait_for_written(self, version: int, number: int) -> None:
         """Wait at a joiner for the weights written at a version; raise `DeadlineExceeded` if they do not come."""
-        await self.wait_for_later(version, written=number - 1, within_s=self._timeout)
+        await self.wait_for_later(version, after_change=number - 1, within_s=self._timeout)
         if (self.version, self.sums.next.change.number) < (version, number):
             raise DeadlineExceeded(f"the weights written at version {version} did not come in {self._timeout:g} s")
 
@@ -184,11 +185,9 @@ class StepHandlers:
         self.sums.check(caller, request.generation, request.step)
         expected = request.expected
         if expected is not None:
-            here = (request.generation, request.step, request.round)
-            if (expected.generation, expected.step, expected.round) != here:
-                raise ProtocolError(
-                    f"a freeze of generation, step, round {here} must expect the closing of the same round"
-                )
+            own = (request.generation, request.step, request.round)
+            if (got := (expected.generation, expected.step, expected.round)) != own:
+                raise ProtocolError(f"a freeze must expect its own generation, step and round {own}, got {got}")
         term = self.sums.run.term
         at_s = now_s()
         ledgers, stale = await self._compute(lambda: self.sums.freeze(request, term, now_s=at_s))

@@ -19,14 +19,11 @@ MAX_LOGPROBS: Final = 20
 MAX_TOOLS: Final = 128
 _MAX_STOPS, _MAX_STOP = 16, 256  # number of stop strings, and characters of each
 
-WITHOUT_EFFECT: Final = frozenset(
-    {
-        *("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        "prompt_cache_options",
-        *("prediction", "priority", "request_id"),
-    }
-)
-"""Ignored fields. They name the client or concern scheduling, and do not change the text."""
+_OF_CLIENT: Final = ("user", "metadata", "safety_identifier", "request_id")
+_OF_SCHEDULING: Final = ("service_tier", "priority", "prediction")
+_OF_CACHES: Final = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+WITHOUT_EFFECT: Final = frozenset((*_OF_CLIENT, *_OF_SCHEDULING, *_OF_CACHES))
+"""Ignored fields. They name the client or concern scheduling and caches, and do not change the text."""
 
 UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "functions": ([],),
@@ -140,7 +137,7 @@ class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(400, "`max_tokens` must be at least 1 unless `echo` is set", param="max_tokens")
 
     def _check_grammar(self) -> None:
-        """Refuse fields that could forbid every token that the grammar allows."""
+        """Refuse two grammars, and fields that could forbid every token that a grammar allows."""
         if self.has_format and self.structured_outputs is not None:
             raise RequestError(400, "`response_format` excludes `structured_outputs`", param="structured_outputs")
         if not (self.has_grammar and (self.min_tokens or self.allowed_token_ids)):

@@ -33,10 +33,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     if role == "assistant":
         rest.pop(_IGNORED, None)
     allowed = _ASSISTANT_FIELDS if role == "assistant" else {"tool_call_id"} if role == "tool" else frozenset()
-    texts = {name: rest.pop(name) for name in [*rest] if name in {"name", *allowed} - {"tool_calls"}}
     calls = rest.pop("tool_calls", []) if "tool_calls" in allowed else []
+    texts = {name: rest.pop(name) for name in [*rest] if name in ("name", *allowed)}
     if rest:
-        _refuse(f"messages must have only a role, content and a name, got `{short(min(rest))}` from {short(role)!r}")
+        _refuse(f"a message of the role {short(role)!r} must not have the field `{short(min(rest))}`")
     if not all(isinstance(value, str) for value in (role, *texts.values())):
         _refuse(f"a message's role, name and id must be texts, got {short([role, *texts.values()])}")
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", role):  # a template might read another role as several messages

@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning_swarm.serving.http_fields import MAX_TEXTS, RequestError
 
-_SHORT_TOKENS: Final = 512  # most new tokens of a short text
+_SHORT_TOKENS: Final = 512  # maximum new tokens of a short text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class QueueLimits:
 
     @property
     def max_share(self) -> int:
-        """The maximum places of all long texts, and of one client: three quarters, so that other texts find room."""
+        """Places that all long texts together may take, and likewise the texts of one client: three quarters of all."""
         return max(1, self.texts - self.texts // 4)
 
 

@@ -32,7 +32,7 @@ from lightning_swarm.strategy.weight_sync import ModuleWeights
 if TYPE_CHECKING:
     _Strategy = Strategy
 else:
-    _Strategy = object  # at run time, `written_once` adds Lightning's Strategy to the bases of `SwarmStrategy`
+    _Strategy = object  # at run time, `core.rebase.written_once` adds the Strategy of either import tree to the bases
 
 
 class MachineLauncher(_Launcher):
@@ -42,7 +42,7 @@ class MachineLauncher(_Launcher):
         super().__init__()
         self._num_peers = num_peers  # on this machine, this process included
         self.local_rank = process.local_rank()  # this process's number among this machine's peers
-        # Id of the newest launch, in which this machine started its peers together; unlike a run's id, never reused.
+        # Id of the launch that started this machine's peers together. Unlike a run's id, it is never reused.
         self.launch_id = process.launch_id()
 
     @property
@@ -58,7 +58,7 @@ class StrategyBase(_Strategy):
     # user code calls `broadcast` or `barrier` before the first batch, other trainers wait for the lead, and get its
     # value; the lead never waits. Collectives that need other trainers' values are refused.
 
-    framework: ClassVar[ImportTree]
+    framework: ClassVar[ImportTree]  # the import tree for which this strategy was derived
     config: SwarmConfig
 
     def __init__(self, *args: Any) -> None:
@@ -71,8 +71,8 @@ class StrategyBase(_Strategy):
         self.initial_weights = InitialWeights()  # makes weights that the module does not hold
         self.ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self.inherited_stages: Sequence[StageManifest] = ()  # the stages of a run that this process took over
-        self.total_steps: int | None = None  # the lead's number; set only while a peer without data makes its optimizer
-        self.has_read_data = False  # a peer that serves has read the data to build the model
+        self.total_steps: int | None = None  # the steps of the whole fit, while a peer without data makes an optimizer
+        self.has_read_data = False  # whether this peer, which only serves, read the data to build the model
         self.data: SharedData | None = None  # set before the run begins
         self.run: SwarmRun | None = None  # the run under way
         self.weights: ModuleWeights | None = None  # set at the lead; kept after the run
@@ -122,7 +122,7 @@ class StrategyBase(_Strategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        # A child runs the script anew, and serves in its first swarm, even if a later one with more devices started it.
+        # The rank may exceed the devices: a child runs the script's first strategy, even if a later one has started it.
         return self._devices[self.local_rank % len(self._devices)]
 
     @property
@@ -251,7 +251,7 @@ class StrategyBase(_Strategy):
             self._lead_value(None, "barrier")
             return
         if name == "train_dataloader()":
-            self._in_batches = False
+            self._in_batches = False  # Lightning is about to prepare the training loader
         starts_peers = isinstance(self._launcher, MachineLauncher) and self._launcher.starts_peers
         if name == "pre_setup" and (self.num_trainers > 1 or starts_peers):
             # The files that `prepare_data` makes on this machine must exist before any process reads them.
@@ -263,7 +263,7 @@ class StrategyBase(_Strategy):
     def _lead_value(self, value: Any, name: str) -> Any:
         """Return the lead's value of the collective with the same number, as all trainers make the same calls."""
         trainer = self.own_module.trainer
-        # No other trainer is at this call: the lead validates alone, and trainers that wait for `fit` evaluate alone.
+        # No other trainer takes part: the lead validates alone, and before `fit`, each process evaluates independently.
         is_alone = trainer.sanity_checking or trainer.validating or self.waits_for_fit(trainer)
         if is_alone or (self.num_trainers == 1 and self.joined is None):
             return value

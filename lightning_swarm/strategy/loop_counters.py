@@ -32,7 +32,7 @@ class TrainerSchedulers:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._num_moved = 0  # moves for records that are not counted yet
+        self._num_ahead = 0  # moves that were made ahead, for records that are not counted yet
 
     def take_over(self) -> None:
         """Replace Lightning's move of the schedulers after a batch: it is skipped if `move` has already made it."""
@@ -44,25 +44,25 @@ class TrainerSchedulers:
 
     def restart(self) -> None:
         """Forget pending moves, because the run restarts with other weights."""
-        self._num_moved = 0
+        self._num_ahead = 0
 
     def move(self, num_records: int) -> None:
         """Move the schedulers ahead by `num_records` records that are not counted yet."""
-        while self._num_moved < num_records:
+        while self._num_ahead < num_records:
             # Schedulers check whether the optimizer has stepped; the servers have done so.
             self._trainer.optimizers[0]._opt_called = True  # type: ignore[attr-defined]
             self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
-            self._num_moved += 1
+            self._num_ahead += 1
 
     def count(self, *, is_first: bool) -> None:
-        """Count a record. For a batch's first record, Lightning itself moves the schedulers when the batch ends."""
-        if not is_first:  # move now, unless `move` has already moved for this record
+        """Count a record. Lightning moves the schedulers for a batch's first record, when the batch ends."""
+        if not is_first:  # for later records, they move now, unless they moved ahead
             self.move(1)
-            self._num_moved -= 1
+            self._num_ahead -= 1
 
     def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if interval == "step" and not update_plateau_schedulers and self._num_moved:
-            self._num_moved -= 1
+        if interval == "step" and not update_plateau_schedulers and self._num_ahead:
+            self._num_ahead -= 1
         else:
             self._update.replaced(interval, update_plateau_schedulers=update_plateau_schedulers)
 
@@ -82,7 +82,7 @@ class CompletedBatches:
 
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}  # step -> samples of each batch
-        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # lease -> step, batch, epoch; see `keep_no_batches`
+        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # lease -> step, batch, epoch; see `free_batches`
         self.lost: dict[int, LoopBatch] = {}  # lease -> batch that no record will count, so that it must run again
 
     def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
@@ -110,7 +110,7 @@ class CompletedBatches:
         if step in self._sizes:
             self._sizes[step].remove(batch.num_samples)
 
-    def keep_no_batches(self) -> None:
+    def free_batches(self) -> None:
         """Free the batches; they cannot run again after this."""
         self._batches.clear()
 
@@ -192,11 +192,11 @@ class LoopCounters:
 
     @property
     def total_weight(self) -> float | None:
-        """Return the weight of a step: 1 for a window of equally weighted batches; None to add up its samples."""
+        """Return a step's weight: 1 for a window of equally weighted batches; None: the number of its samples."""
         return 1.0 if self.steps_are_windows else None
 
     def num_samples(self, batch: Any) -> int:
-        """Return the samples of a batch. If steps are windows, samples do not weight gradients; then 1 if unknown."""
+        """Return the samples of a batch; 1 if the number is unknown and does not matter, because steps are windows."""
         framework = tree_of(self._trainer)
         try:
             with warnings.catch_warnings():
@@ -239,7 +239,7 @@ class LoopCounters:
 
     @property
     def ends_epoch(self) -> bool:
-        """Return whether the lead's epoch ends with the current batch, so that a checkpoint must include its steps."""
+        """Return whether the lead's epoch ends with the current batch: a checkpoint must then include its steps."""
         return self._is_lead and self._epoch_loop._num_ready_batches_reached()
 
     @property

@@ -276,7 +276,7 @@ class SwarmOptimization:
         if not self._session.is_shared and not self._session.delays:
             # A run's only trainer needs complete batches again only after a double fault, and keeping a whole step's
             # batches takes too much device memory.
-            self._completed.keep_no_batches()
+            self._completed.free_batches()
         return {} if result.loss is None else result.asdict()
 
     def _zero_grad(self, zero_grad: Callable[[], None]) -> None:

@@ -232,7 +232,9 @@ async def _changes_members(coordinator: Coordinator) -> bool:
     """Return whether the next record is to admit or exclude a peer; runs on the loop."""
     generation = coordinator.generation
     servers = generation.server_membership
-    return bool(servers.leaving) or servers.has_ready_joiner() or any(generation.trainers.membership.changes())
+    return (
+        bool(servers.leaving) or servers.has_ready_joiner() or any(generation.trainers.membership.next_record_changes())
+    )
 
 
 def _gate(folder: Path, step: int) -> Path:

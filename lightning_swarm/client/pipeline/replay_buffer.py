@@ -30,7 +30,7 @@ class Microbatch:
     num_rows: int
     inputs: tuple[Any, ...]  # positional inputs of the first stage, in wire form
     extras: Sequence[dict[str, Any]]  # keyword arguments of each stage
-    modes: Sequence[ComputeMode]  # for each stage; they differ only in its modules' modes and attributes
+    modes: Sequence[ComputeMode]  # one per stage; they differ only in the modes and attributes of the stage's modules
     weight: float  # weight of its batch
     first_trained: int = 0  # the first stage that trains; earlier stages only pass the gradient on to the input
 
@@ -49,8 +49,8 @@ class Microbatch:
         return [serialization.flatten(self.own_input(stage)) for stage in range(len(self.extras))]
 
     @cached_property
-    def shapes(self) -> Sequence[int]:
-        """For each stage, a hash of the shapes, dtypes and modes of its computation, for which code may be compiled."""
+    def shape_hashes(self) -> Sequence[int]:
+        """For each stage, a hash of shapes, dtypes and modes: if it is new, the stage's code may be compiled again."""
         inputs = _specs(self.inputs)  # the inputs of later stages follow from the first stage's
         return [
             hash((mode.training, mode.grad, mode.autocast, inputs + _specs(extras)))

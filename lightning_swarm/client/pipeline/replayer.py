@@ -40,11 +40,10 @@ class Replayer:
         if caller not in self._run.servers:
             raise ProtocolError(f"only servers of the run may request replays, and {caller} is none")
         self._run.check_generation(request.generation)
+        last = len(self._context.routers) - 1
         for work in request.work:
-            if not work.holders or max(work.holders) >= len(self._context.routers):
-                raise ProtocolError(
-                    f"a replay must name holders in some of the {len(self._context.routers)} stages, got {work.holders}"
-                )
+            if not work.holders or max(work.holders) > last:
+                raise ProtocolError(f"a replay must name holders in stages 0..{last}, got {sorted(work.holders)}")
         # The lock is held for whole replays: two replays of one microbatch at once would cancel each other's calls, and
         # a repeated request finds the gradients already added. The lock cannot deadlock, because each replay has a
         # deadline and waits for nothing that requests a replay itself.
@@ -66,8 +65,8 @@ class Replayer:
             unreached.add(error.peer)
         except SwarmError as error:
             self._context.events.note("retry", step=request.step, reason=str(error))
-            # A revoked lease means that the sums are frozen again, perhaps by another coordinator, which then requests
-            # the missing microbatches again. Any other error means that no route leads through the other stages, so the
-            # microbatch will not count in this step.
+            # A revoked lease means that a coordinator, perhaps another one, has frozen the sums once more. It will
+            # request missing microbatches itself. Any other error means that no route leads through the other stages,
+            # so the microbatch will not count in this step.
             if not isinstance(error, LeaseRevoked):
                 lost.add(work.receipt)

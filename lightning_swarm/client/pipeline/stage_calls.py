@@ -135,13 +135,13 @@ class StageCalls:
 
     def patience_s(self, stage: int) -> float:
         """Return the seconds that a stage's peer may take once it has its input."""
-        return self.context.patience_s(stage, self.route[stage], self.microbatch.shapes[stage])
+        return self.context.patience_s(stage, self.route[stage], self.microbatch.shape_hashes[stage])
 
     def settle(self, stage: int, report: StageReport) -> None:
         """Record that a stage's peer has finished the microbatch, and the time that it reports."""
         router = self.context.routers[stage]
         router.settle(self.route[stage], busy_s=report.busy_s, queued=report.queued)
-        router.note_shapes(self.peer(stage), self.microbatch.shapes[stage])
+        router.note_shapes(self.peer(stage), self.microbatch.shape_hashes[stage])
         self.context.note_answer(self.peer(stage), step=self.step)
 
     def unsent(self, end: int) -> list[int]:

@@ -21,8 +21,8 @@ def check_auditable(manifest: Manifest) -> None:
     with_statistics = [index for index, stage in enumerate(stages) if stage.statistics]
     if with_statistics:
         raise ConfigError(
-            "with `trust='audited'` blocks must keep no running statistics, because no audit checks those that servers "
-            f"report: the stages {with_statistics} have some. Use GroupNorm or LayerNorm, or BatchNorm with "
+            "with `trust='audited'` blocks must keep no running statistics, because no audit checks the statistics of "
+            f"servers: stages {with_statistics} keep some. Use GroupNorm or LayerNorm, or BatchNorm with "
             "`track_running_stats=False`."
         )
     ties = TiedTensors(stages)

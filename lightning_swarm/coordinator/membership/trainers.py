@@ -38,7 +38,7 @@ _LONGEST_PAUSE_S: Final = 2.0
 
 _SILENT: Final = "it does not answer"
 _EXCLUDED: Final = (
-    "its gradients had another weight than their leases, or no server had added them when it reported its batches"
+    "its gradients did not have the weights of their leases, or it reported batches whose gradients no server had added"
 )
 _BANNED: Final = "the run's owner banned it"
 _CONVICTED: Final = "it was convicted of false work"
@@ -48,6 +48,8 @@ _RESTARTED: Final = "it was restarted"
 class LeaseExpiry:
     """Watches batches that are under way, and completes or strikes the batches of trainers that are gone."""
 
+    # Servers have accepted all backward calls of an armed batch, so they can complete it. They abandon other batches,
+    # whose samples are granted again. A trainer that comes back runs these batches again.
     def __init__(
         self,
         context: CoordinatorContext,
@@ -103,27 +105,25 @@ class LeaseExpiry:
         self._step_state.closing_s = now_s()  # the wait begins again
         alive = await alive_among(self._transport, self._run.servers)
         if any(all(member.peer_id not in alive for member in roster) for roster in self._run.rosters):
-            return  # the batches wait for a server of a stage that has none, not for their trainers
+            return  # a stage has no server that answers, so the batches wait for that stage, not for their trainers
         late = f"it was not complete {timeout:g} s after its step was full."
         for trainer in step.missing():
             await self.give_up(step, trainer, f"{late} Raise `Limits.call_timeout` if batches take longer.")
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
         """Stop waiting for a trainer: have servers complete its armed batches, and strike its other batches."""
-        # Servers have accepted all backward calls of an armed batch, so they can complete it. They abandon the other
-        # batches, whose samples are granted again. A trainer that comes back runs these batches again.
         under_way = step.under_way(trainer)
-        for first, receipts in under_way.items():
-            if receipts is not None and (step.step, first) not in self._completing:
-                self._completing.add((step.step, first))
-                self._spawn(self._complete(step, first, receipts, trainer))
-        await self.strike(step, [first for first, receipts in under_way.items() if receipts is None], reason)
+        for place, receipts in under_way.items():
+            if receipts is not None and (step.step, place) not in self._completing:
+                self._completing.add((step.step, place))
+                self._spawn(self._complete(step, place, receipts, trainer))
+        await self.strike(step, [place for place, receipts in under_way.items() if receipts is None], reason)
 
     async def strike(self, step: OpenStep, batches: Collection[int], reason: str) -> None:
         """Strike the step's batches at these places, so that they do not count."""
         struck = step.strike(batches)
-        for first, trainer in struck.items():
-            self._events.note("strike", peer=trainer, step=step.step, reason=f"its batch at {first}: {reason}")
+        for place, trainer in struck.items():
+            self._events.note("strike", peer=trainer, step=step.step, reason=f"its batch at {place}: {reason}")
         if struck:
             self.fence(step, list(struck))
             await self._on_change(step)
@@ -137,24 +137,23 @@ class LeaseExpiry:
         # If a server is not reached and adds such a batch, no closing names the batch, so it does not count.
         await ask_each(self._transport, self._run.servers, FENCE, request, timeout=self._timeout)
 
-    async def _complete(self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
+    async def _complete(self, step: OpenStep, place: int, receipts: Sequence[Receipt], trainer: PeerId) -> None:
         """Complete a trainer's armed batch once all stages have its gradients; strike it if that fails."""
         try:
-            missing = await self._await_receipts(step, first, receipts, trainer)
+            missing = await self._await_receipts(step, place, receipts, trainer)
             if missing is not None:
-                await self.strike(step, [first], f"{trainer} is gone, and {missing}")
-            elif step.complete_armed(first):
+                await self.strike(step, [place], f"{trainer} is gone, and {missing}")
+            elif step.complete_armed(place):
                 await self._on_change(step)
         finally:
-            self._completing.discard((step.step, first))
+            self._completing.discard((step.step, place))
 
     async def _await_receipts(
-        self, step: OpenStep, first: int, receipts: Sequence[Receipt], trainer: PeerId
+        self, step: OpenStep, place: int, receipts: Sequence[Receipt], trainer: PeerId
     ) -> str | None:
         """Return None once all stages have the receipts or the batch has ended, else the reason to strike it."""
-        pause_s = _FIRST_PAUSE_S
-        deadline = now_s() + self._timeout
-        while first in step.under_way(trainer):
+        pause_s, deadline_s = _FIRST_PAUSE_S, now_s() + self._timeout
+        while place in step.under_way(trainer):
             held, pending = await self._ask_receipts(step, receipts, trainer)
             first_stage = first_trained(self._step_state.selection(self._run), self._run.manifest.stages)
             missing = {
@@ -167,7 +166,7 @@ class LeaseExpiry:
                 return None
             if missing - pending:
                 return f"no server has or computes {len(missing - pending)} gradients of the batch"
-            if now_s() >= deadline:
+            if now_s() >= deadline_s:
                 return f"the batch was not completed within {self._timeout:g} s"
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -233,7 +232,7 @@ class TrainerMembership:
         """Drop the request of a peer that asked to train and is gone."""
         self._asked_s.pop(peer, None)
 
-    def changes(self, convicted: Collection[PeerId] = ()) -> tuple[list[PeerId], list[PeerId]]:
+    def next_record_changes(self, convicted: Collection[PeerId] = ()) -> tuple[list[PeerId], list[PeerId]]:
         """Return the trainers that the next record adds, and the trainers that it removes, such as the `convicted`."""
         run = self._run
         if not run.manifest.open_to_trainers:
@@ -255,8 +254,9 @@ class TrainerMembership:
         banned, convicted = self._banned(record.retired), self._run.electorate.convicted
         for peer in record.retired:
             self._alive_s.pop(peer, None)
-            default = _CONVICTED if peer in convicted else _EXCLUDED if self._is_excluded(peer) else _SILENT
-            reason = self._going.pop(peer, _BANNED if peer in banned else default)
+            reason = _EXCLUDED if self._is_excluded(peer) else _SILENT
+            reason = _CONVICTED if peer in convicted else reason
+            reason = self._going.pop(peer, _BANNED if peer in banned else reason)
             self._events.note("left", peer=peer, step=self._run.version, reason=f"it no longer trains: {reason}")
 
     async def check_liveness(self) -> None:

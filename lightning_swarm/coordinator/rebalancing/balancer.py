@@ -25,9 +25,37 @@ from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.settings import RebalancingRule
 
+# Times between changes of the swarm
 _FEWEST: Final = 0.01  # lower bound of the faded number of changes, which would approach 0 in a quiet swarm
-_FIRST_HORIZON_S: Final = 600.0  # assumed time between changes of a swarm, until more is known
+_FIRST_HORIZON_S: Final = 600.0  # assumed time between changes, until more is known
 _MEMORY_S: Final = 7200.0  # age at which a change counts 1/e
+
+# Rates
+_LEAST_PLAUSIBLE: Final = 1e-9  # samples/s of a peer; lower reported rates are ignored
+_MOST_PLAUSIBLE: Final = 1e9  # samples/s, or waiting jobs
+_SMOOTHING: Final = 0.3  # weight of the newest report in a mean that follows the reports
+# Weight of the newest report in the slower mean about which the scatter is measured. Servers report moving averages, so
+# successive reports are close to each other, even if both are far from the true rate.
+_SCATTER_SMOOTHING: Final = 0.05
+_FIRST_SCATTER: Final = 0.13  # standard deviation of a rate's logarithm that is assumed until reports show another
+_REPORTS_PER_INDEPENDENT: Final = 2.0  # as they are moving averages, so many tell as much as one independent report
+_SIGMAS: Final = 2.4  # standard deviations of the largest error that is considered
+# Share by which a sample may cost more at one stage than at another, until a peer has served both. Partitions are that
+# uneven, so equal peers of two stages may seem to differ by as much.
+_WORK_SCATTER: Final = 0.3
+_CORRECTED_SHARE: Final = 0.25  # each of two stages is corrected by this share of the error of their relative work
+_MAX_LOG_WORK: Final = math.log(100.0)  # bound of a stage's `_log_work`
+
+# Moves
+_FIXED_S: Final = 3.0  # least duration of a move: a mover leaves by one record and enters by another
+_LEAST_BUSY: Final = 1 / 3  # if the busiest stage computes a smaller share of the time, a faster stage saves little
+# Mean seconds that the run loses by a change of the swarm that concerns a stage's only server. If that server dies, the
+# run waits, then rolls back, which takes minutes. But most changes are servers that join, or that leave in order.
+_LOST_S: Final = 100.0
+_MIN_HANDOVER_SPEEDUP: Final = 1.25  # required to move the coordinator, because its successor measures all rates anew
+_FIRST_BYTES_PER_S: Final = 12.5e6  # rate of a download, until one was seen
+_MAX_DOWNLOADS: Final = 3  # simultaneous movers to a stage per member, because members send them its state
+_GIVEN_UP: Final = 10.0  # a move is given up after this many times its expected duration
 
 
 class ChurnEstimate:
@@ -56,19 +84,6 @@ class ChurnEstimate:
         self._now_s = now_s
 
 
-_SLOWEST: Final = 1e-9  # least plausible samples/s of a peer; its inverse is the highest plausible rate
-_SMOOTHING: Final = 0.3  # weight of the newest report in a mean that follows the reports
-# The same for the slower mean about which scatter is measured. Servers report moving averages, so successive reports
-# are close to each other, even if both are far from the true rate.
-_SCATTER_SMOOTHING: Final = 0.05
-_FIRST_SCATTER: Final = 0.13  # standard deviation of a rate's logarithm that is assumed until reports show another
-_CORRELATED: Final = 2.0  # reports that tell about as much as one independent report, because they are moving averages
-_SIGMAS: Final = 2.4  # standard deviations of the largest error that is considered
-# Share by which a sample may cost more at one stage than at another, until a peer has served both. Partitions are that
-# uneven, so equal peers of two stages may seem to differ by as much.
-_WORK_SCATTER: Final = 0.3
-
-
 @dataclass(frozen=True)
 class ReportedLoad:
     """A server's report on one of its stages."""
@@ -83,9 +98,9 @@ class ReportedLoad:
         cls, samples_per_s: float | None, queued: float, busy_share: float | None, *, lacks_memory: bool = False
     ) -> ReportedLoad:
         """Read a report within plausible bounds, so that a false report cannot harm the coordinator."""
-        is_plausible = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
+        is_plausible = samples_per_s is not None and _LEAST_PLAUSIBLE <= samples_per_s <= _MOST_PLAUSIBLE
         share = None if busy_share is None else min(busy_share, 1.0)
-        return cls(samples_per_s if is_plausible else None, min(queued, 1.0 / _SLOWEST), share, lacks_memory)
+        return cls(samples_per_s if is_plausible else None, min(queued, _MOST_PLAUSIBLE), share, lacks_memory)
 
 
 class RateEstimate:
@@ -110,7 +125,7 @@ class RateEstimate:
         deviation = reported - self._slow_log
         self._slow_log += max(_SCATTER_SMOOTHING, 1.0 / self._num_here) * deviation
         # Few correlated reports are close to their own mean, so their deviations are too small, and are scaled up.
-        squared = deviation**2 * (1.0 + _CORRELATED / self._num_here)
+        squared = deviation**2 * (1.0 + _REPORTS_PER_INDEPENDENT / self._num_here)
         self._variance += max(_SCATTER_SMOOTHING, 1.0 / self._num_reports) * (squared - self._variance)
 
     @property
@@ -124,26 +139,13 @@ class RateEstimate:
         return min(max(SCATTER, _SIGMAS * math.sqrt(self._variance)), 1.0)
 
 
-_FIXED_S: Final = 3.0  # least duration of a move: a mover leaves by one record and enters by another
-_LEAST_BUSY: Final = 1 / 3  # if the busiest stage computes a smaller share of the time, a faster stage saves little
-# Mean loss by a change of the swarm at a stage's only server. If that server dies, the run waits for it and then rolls
-# back, which takes minutes. But most changes are servers that join, or that leave in order.
-_LOST_S: Final = 100.0
-_MIN_HANDOVER_SPEEDUP: Final = 1.25  # of a move of the coordinator, because its successor measures all rates anew
-_FIRST_BYTES_PER_S: Final = 12.5e6  # rate of a download, until one was seen
-_MAX_LOG_WORK: Final = math.log(100.0)  # bound of a stage's `_log_work`
-_CORRECTED_SHARE: Final = 0.25  # share of the error of two stages' relative work that corrects each of them
-_MAX_DOWNLOADS: Final = 3  # simultaneous movers to a stage per member, because members send them its state
-_GIVEN_UP: Final = 10.0  # a move is given up after this many times its expected duration
-
-
 @dataclass(frozen=True)
 class _MoveInProgress:
     """A move of a peer that has left its stage, and has not arrived at its target."""
 
     target: int
     began_s: float
-    until_s: float  # afterwards, the mover is given up
+    until_s: float  # the mover is given up if it has not arrived by then
 
 
 class Balancer:
@@ -158,10 +160,10 @@ class Balancer:
         self._num_compared: Counter[frozenset[int]] = Counter()  # pair of stages -> measured moves between them
         self._too_large: dict[PeerId, set[int]] = {}  # stages for which each server has too little memory
         self._moving: dict[PeerId, _MoveInProgress] = {}
-        self._left: dict[PeerId, set[int]] = {}  # peer -> stages that it left since the last change of the swarm
+        self._stages_left: dict[PeerId, set[int]] = {}  # peer -> stages that it left since the swarm's last change
         self._bytes_per_s = MovingAverage(_SMOOTHING)
-        self._seen: frozenset[PeerId] | None = None  # peers present at the last decision
-        self._peers: frozenset[PeerId] = frozenset()  # peers present or on their way at the last request
+        self._present_at_decision: frozenset[PeerId] | None = None  # or, before any decision, at the first request
+        self._peers_at_request: frozenset[PeerId] = frozenset()  # peers present or on their way at the last request
         self._churn = ChurnEstimate(now_s)
         self._step_s = MovingAverage(_SMOOTHING)
         self._asked_s: float | None = None  # time of the last request for moves
@@ -177,9 +179,8 @@ class Balancer:
             measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
             if measured and len(measured) == len(stages):
                 self._update_estimate(peer, measured)
-            for index, load in stages.items():
-                too_large = self._too_large.setdefault(peer, set())
-                (too_large.add if load.lacks_memory else too_large.discard)(index)
+            lacking = {index for index, load in stages.items() if load.lacks_memory}
+            self._too_large[peer] = (self._too_large.get(peer, set()) - stages.keys()) | lacking
         for peer in self._estimates.keys() - self._loads.keys() - self._moving.keys():
             del self._estimates[peer]
         for peer in self._too_large.keys() - self._loads.keys() - self._moving.keys():
@@ -196,7 +197,7 @@ class Balancer:
             return
         rate_before, source = estimate.samples_per_s, estimate.stage
         estimate.update(rate, index)
-        # Otherwise, peers of a costly stage would count as slow, and be exchanged with equal peers forever.
+        # Without this correction, peers of a costly stage would count as slow, and be exchanged with equals forever.
         if index is not None and source is not None and index != source:
             self._num_compared[frozenset((index, source))] += 1
             error = math.log(rate_before / rate) - (self._log_work[index] - self._log_work[source])
@@ -234,20 +235,21 @@ class Balancer:
         self._drop_lost_movers(joining, now_s)
         present = frozenset(peer for roster in rosters for peer in roster)
         peers = present | self._moving.keys()
-        if self._peers and peers != self._peers:
+        if self._peers_at_request and peers != self._peers_at_request:
             self._churn.note_change(now_s)
-            self._left.clear()
-        self._peers = peers
+            self._stages_left.clear()
+        self._peers_at_request = peers
         if relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=fixed)[0]:
             return relief
         if not self._is_time(present, now_s):
-            self._seen = present if self._seen is None else self._seen
+            if self._present_at_decision is None:
+                self._present_at_decision = present  # the first decision is due at once if peers come or leave
             return []
         if any(not any(peer in self._estimates for peer in roster) for roster in rosters):
             return []  # a stage without any measured peer
         if self._rule == "gain" and not self._computing_limits(rosters):
             return []  # computing rates mean nothing if computing is not the bottleneck
-        self._seen, self._decided_s = present, now_s
+        self._present_at_decision, self._decided_s = present, now_s
         return self._bounded(rosters, self._plan(rosters, fixed, joining, coordinator, now_s))
 
     def releases(
@@ -259,9 +261,8 @@ class Balancer:
         now_s: float,
     ) -> list[StageRelease]:
         """Choose peers that give up one of several stages, except stages that a joiner is downloading."""
-        if self._rule != "none" and (
-            relief := plan_relief(rosters, self._too_large, self._state_bytes, fixed=leaving)[1]
-        ):
+        _, relief = plan_relief(rosters, self._too_large, self._state_bytes, fixed=leaving)
+        if relief and self._rule != "none":
             return relief
         num_held = Counter(peer for roster in rosters for peer in roster)
         if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
@@ -273,7 +274,7 @@ class Balancer:
                 if load is None or load.samples_per_s is None:
                     return []  # a rate is not measured yet
                 rates[index][peer] = load.samples_per_s
-        lone_costs = min(_LOST_S / (len(num_held) * self._churn.horizon_s(now_s)), 1.0)
+        lone_costs = min(_LOST_S / (len(num_held) * self._churn.horizon_s(now_s)), 1.0)  # share of the run's time
         return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
 
     def _is_time(self, present: frozenset[PeerId], now_s: float) -> bool:
@@ -281,7 +282,7 @@ class Balancer:
         is_due = now_s >= self._decided_s + self._interval_s
         if self._rule == "paper":
             return is_due and not self._moving  # by this rule, one peer moves at a time
-        return is_due or (self._seen is not None and present != self._seen)
+        return is_due or (self._present_at_decision is not None and present != self._present_at_decision)
 
     def _computing_limits(self, rosters: Sequence[Sequence[PeerId]]) -> bool:
         """Return whether the busiest stage computes for so much of the time that a faster stage would help."""
@@ -307,7 +308,7 @@ class Balancer:
 
     def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
         """Record that a peer was released by a record, in order to join another stage."""
-        self._left.setdefault(peer, set()).add(source)
+        self._stages_left.setdefault(peer, set()).add(source)
         self._moving[peer] = _MoveInProgress(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
 
     def stage_for(
@@ -317,7 +318,7 @@ class Balancer:
         self._drop_lost_movers(joining, now_s)
         by_rates = self._rule == "paper" or self._computing_limits(rosters)
         stages = self._stages(rosters, (), joining, by_rates=by_rates)
-        stages.remove(newcomer)
+        stages.remove(newcomer)  # if it is already on its way to a stage
         return stage_for(stages)
 
     def _plan(
@@ -365,8 +366,7 @@ class Balancer:
         estimates = self._estimates if by_rates else {}
         work = [math.exp(log) for log in self._log_work]
         stages = StageRates(len(rosters), work if by_rates else None, self._work_scatter)
-        # Peer -> samples/s at a stage of work 1.
-        speeds = {
+        speeds = {  # peer -> samples/s at a stage of work 1
             peer: estimate.samples_per_s * (1.0 if estimate.stage is None else work[estimate.stage])
             for peer, estimate in estimates.items()
         }
@@ -381,7 +381,7 @@ class Balancer:
                     index,
                     speeds.get(peer, mean_speed),
                     movable=peer in estimates and num_held[peer] == 1 and peer not in fixed,
-                    barred={*self._left.get(peer, ()), *self._too_large.get(peer, ())},
+                    barred={*self._stages_left.get(peer, ()), *self._too_large.get(peer, ())},
                     scatter=estimates[peer].scatter if peer in estimates else SCATTER,
                 )
         coming = {peer: move.target for peer, move in self._moving.items()} | dict(joining)

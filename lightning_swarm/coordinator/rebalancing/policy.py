@@ -19,16 +19,15 @@ from lightning_swarm.network import PeerId
 
 SCATTER: Final = 0.06  # smallest relative error that is assumed for a measured rate
 _ROUNDING: Final = 1e-9  # relative error of floating-point sums of rates
-# Peers of the slowest stage that are considered for an exchange, evenly from the slowest to the fastest.
-_MAX_COUNTERPARTS: Final = 4
+_MAX_COUNTERPARTS: Final = 4  # peers of the slowest stage considered for an exchange, from the slowest to the fastest
 
 
 class _Source(NamedTuple):
     """A stage that may give a peer to the target. A net rate is the mover's rate less that of the peer in exchange."""
 
     stage: int
-    equalizing_rate: float  # net rate after whose transfer source and target are equally fast
-    max_net_rate: float  # with a larger net rate, the target could become faster than the source was
+    equalizing_rate: float  # the net rate that makes source and target equally fast
+    max_net_rate: float  # a larger net rate could make the target faster than the source is now
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class MoveCosts:
 
     move_s: Sequence[float]  # target stage -> seconds in which a mover computes nothing
     horizon_s: float  # mean duration of a gain, until the swarm changes; see `ChurnEstimate`
-    # Mean seconds lost by a change of the swarm at a stage's only server. Most such changes lose nothing.
+    # Mean seconds lost by a change of the swarm that concerns a stage's only server. Most such changes lose nothing.
     lost_s: float = 0.0
 
 
@@ -93,11 +92,10 @@ class StageRates:
     ) -> None:
         """Add or replace a peer that serves a stage; `samples_per_s` is its rate at a stage of work 1."""
         # The peer does not move to a `barred` stage: the stage is too large for it, or the peer left it since the last
-        # change of the swarm. Otherwise two peers could change places forever, because a peer's measured rate changes
-        # with its stage. `scatter` is the relative error of its rate, and prevents moves to and fro for smaller gains.
-        self._insert(
-            peer, _StagePeer(stage, samples_per_s, arrived=True, movable=movable, barred=barred, scatter=scatter)
-        )
+        # change of the swarm. If it could return, two peers could change places forever, because a peer's measured rate
+        # changes with its stage. `scatter` is the rate's relative error, and prevents moves for smaller gains.
+        entry = _StagePeer(stage, samples_per_s, arrived=True, movable=movable, barred=barred, scatter=scatter)
+        self._insert(peer, entry)
 
     def expect(self, peer: PeerId, stage: int, samples_per_s: float) -> None:
         """Add or replace a peer on its way to a stage, which cannot move until it arrives."""
@@ -179,18 +177,18 @@ def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """Plan the moves that pay, or none. No stage is left without a peer that serves it."""
     # A pipeline is as fast as its slowest stage, so that stage gets a peer. The best move maximizes the rate of the
     # slower of the two stages. If no move helps, the stage exchanges one of its peers for a faster one. This is
-    # repeated until nothing is gained. Of these moves, as many are made as pay, because a mover computes nothing during
-    # its download. A move that costs the pipeline nothing is made even without a gain: with more even stages, the next
-    # loss of a peer costs less.
+    # repeated until nothing is gained. Only the first of these moves are made, up to the highest mean rate, because a
+    # mover computes nothing during its download. A move that costs the pipeline nothing is made even without a gain:
+    # with more even stages, the next loss of a peer costs less.
     draft = _MovePlan(stages, costs)
     best: list[Move] = []
-    best_rate = draft.mean_rate()
+    best_mean_rate = draft.mean_rate()
     while moves := draft.find():
         for move, samples_per_s in moves:
             draft.make(move, samples_per_s)
         rate = draft.mean_rate()
-        if rate >= best_rate * (1.0 - _ROUNDING):
-            best, best_rate = list(draft.moves.values()), rate
+        if rate >= best_mean_rate * (1.0 - _ROUNDING):
+            best, best_mean_rate = list(draft.moves.values()), rate
     return best
 
 
@@ -227,7 +225,7 @@ class _MovePlan:
 
     def mean_rate(self) -> float:
         """Return the pipeline's mean rate until the swarm changes, which may be at any moment."""
-        # Each arrival of movers ends a period. Its rate is weighted by the probability that the swarm changes in it.
+        # Arrivals of movers divide the time. Each period's weight is the probability that the swarm changes in it.
         move_s, mean, p_unchanged = self._costs.move_s, 0.0, 1.0
         for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
             p_later = math.exp(-until_s / self._costs.horizon_s)
@@ -250,7 +248,7 @@ class _MovePlan:
         """Find the move that helps the slowest stage most, else an exchange; return moves with the movers' rates."""
         target = min(range(len(self._rates)), key=self._rates.__getitem__)
         sources = self._sources_for(target)
-        moves = self._best_exchange(target, sources, [(0.0, None)])
+        moves = self._best_exchange(target, sources, [(0.0, None)])  # a move without a counterpart
         if moves or self._num_staying[target] < 2:
             return moves
         movable = self._stages.movable(target)
@@ -285,24 +283,25 @@ class _MovePlan:
         target_rate, work = self._rates[target], self._stages.work
         slowest_counterpart = min((rate for rate, _ in counterparts), default=0.0)
         best: list[tuple[Move, float]] = []
-        best_rate = target_rate  # rate of the slower of the two stages after the best move so far
+        best_min = target_rate  # rate of the slower of the two stages after the best move so far
         for source, equalizing_rate, max_net_rate in sources:
             source_rate, movable = self._rates[source], self._stages.movable(source)
-            if source_rate <= best_rate:
+            if source_rate <= best_min:
                 break  # no move from this stage or a slower one helps more
-            fastest_target = target_rate + (movable[-1][0] - slowest_counterpart) / work[target] if movable else 0.0
-            if min(fastest_target, target_rate + equalizing_rate / work[target]) <= best_rate:
+            fastest_mover = movable[-1][0] if movable else -math.inf
+            largest_net_rate = min(fastest_mover - slowest_counterpart, equalizing_rate)
+            if target_rate + largest_net_rate / work[target] <= best_min:
                 continue
             wanted = min(max_net_rate, equalizing_rate)
             for counterpart_rate, counterpart in counterparts:
                 if counterpart is not None and not self._stages.may_go(counterpart, source):
                     continue
                 at = bisect_left(movable, (counterpart_rate + wanted,))
-                # Usually no mover fits. The two with the nearest rates show that without a search.
+                # Usually no mover fits. If the two with the nearest rates do not fit, none does.
                 above = movable[at][0] - counterpart_rate if at < len(movable) else math.inf
                 below = movable[at - 1][0] - counterpart_rate if at else 0.0
-                fits_above = above < max_net_rate and source_rate - above / work[source] > best_rate
-                fits_below = below > self._stages.error(counterpart) and target_rate + below / work[target] > best_rate
+                fits_above = above < max_net_rate and source_rate - above / work[source] > best_min
+                fits_below = below > self._stages.error(counterpart) and target_rate + below / work[target] > best_min
                 if not (fits_above or fits_below):
                     continue
                 for mover_rate, mover in self._near(movable, at, target):
@@ -314,8 +313,8 @@ class _MovePlan:
                         # A mover without a counterpart speeds up the target in any case.
                         scatter = self._stages.work_scatter(source, target)
                         error = math.hypot(error, self._stages.error(counterpart), mover_rate * scatter)
-                    if error < net_rate < max_net_rate and slower_rate > best_rate:
-                        best_rate, best = slower_rate, [(Move(mover, source, target), mover_rate)]
+                    if error < net_rate < max_net_rate and slower_rate > best_min:
+                        best_min, best = slower_rate, [(Move(mover, source, target), mover_rate)]
                         if counterpart is not None:
                             best.append((Move(counterpart, target, source), counterpart_rate))
         return best
@@ -344,14 +343,14 @@ def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, floa
     return [Move(min(queues[source], key=queues[source].__getitem__), source, target)]
 
 
-_MANY: Final = 20  # with so many peers per stage, the fastest-first rule alone is within 0.1 % of the optimum
+_MANY: Final = 20  # from this many peers per stage on, the fastest-first rule alone is within 0.1 % of the optimum
 
 
 def best_rate(rates: Iterable[float], num_stages: int) -> float:
     """Return the rate of the slowest stage under an assignment of peers that is as good as can be found quickly."""
     # Each peer goes to the slowest stage, the fastest peer first. If there are fewer than `_MANY` peers per stage, they
-    # then move as long as `plan` gains by it. The result is exact for equal peers. Otherwise it is at least three
-    # quarters of the optimum, and close to the optimum with six peers per stage.
+    # then move as long as `plan` gains by it. The result is exact for equal peers. For unequal peers it is at least
+    # three quarters of the optimum, and close to the optimum with six peers per stage.
     # Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
     ordered = sorted(rates, reverse=True)
     if ordered and ordered[0] == ordered[-1]:
@@ -388,7 +387,7 @@ def plan_shedding(
     rates: Sequence[Mapping[PeerId, float]],  # stage -> peer -> samples/s if it computed nothing else
     *,
     kept: Collection[int] = (),  # stages that no peer gives up
-    leaving: Collection[PeerId] = (),  # peers that may not be the last of a stage
+    leaving: Collection[PeerId] = (),  # peers that will leave, so they must not be a stage's only server
     lone_costs: float = 0.0,  # mean share of the run's time that is lost while a stage has a single server
 ) -> list[StageRelease]:
     """Plan releases that clearly reduce the work of the busiest peer in the released stage."""
@@ -408,9 +407,9 @@ def _gainful_releases(
     choices = []
     num_held = Counter(peer for stage in held for peer in stage)
     for index, stage in enumerate(held):
-        for peer in stage if index not in kept else ():
+        for peer in stage:
             staying = stage.keys() - {peer, *leaving}
-            if num_held[peer] < 2 or not staying:
+            if index in kept or num_held[peer] < 2 or not staying:
                 continue
             reduced_stage = {other: rate for other, rate in stage.items() if other != peer}
             released = [*held[:index], reduced_stage, *held[index + 1 :]]
@@ -423,4 +422,5 @@ def _gainful_releases(
 
 def _seconds(peer: PeerId, held: Sequence[Mapping[PeerId, float]]) -> float:
     """Return the seconds for which a peer computes per sample of the run, in all its stages."""
+    # Its share of a stage's samples is its share of the stage's rate. So its own rate cancels out.
     return math.fsum(1.0 / math.fsum(stage.values()) for stage in held if peer in stage)

@@ -14,8 +14,8 @@ from lightning_swarm.protocol.messages.run import BatchNumber
 _MARGIN: Final = 1.25
 _OWN_MARGIN: Final = 1.1  # factor by which other trainers must be faster before a trainer leaves its batch to them
 _NUM_NEWEST: Final = 4  # newest batches that count, because a single batch may have been delayed
-_LEAST_KNOWN: Final = 2  # completed batches needed for an estimate
-_FORGETS: Final = 0.8  # factor on a trainer's time per batch that it left to others: it may be faster by now
+_MIN_COMPLETED: Final = 2  # completed batches needed for an estimate
+_FORGETTING: Final = 0.8  # factor on a trainer's estimate for each batch left to others: it may be faster by now
 
 
 @dataclass
@@ -42,7 +42,7 @@ class BatchTimes:
     @property
     def least_s(self) -> float | None:
         """Shortest time that its next batch may take; None before two batches, because the first is slower."""
-        return None if len(self.newest_s) < _LEAST_KNOWN else min(self.newest_s) * _FORGETS**self.num_left
+        return None if len(self.newest_s) < _MIN_COMPLETED else min(self.newest_s) * _FORGETTING**self.num_left
 
     def free_s(self, now_s: float) -> float | None:
         """Return the time at which the trainer can begin another batch; None if that is unknown."""
@@ -74,7 +74,7 @@ class WaitingTrainer:
 
 @dataclass(frozen=True)
 class Lane:
-    """The ungranted batches of a step in the lane of a working trainer."""
+    """A working trainer's lane: the ungranted batches of a step that it would bring one after another."""
 
     last: BatchNumber  # its last ungranted batch
     end_s: float  # expected end of that batch
@@ -100,7 +100,7 @@ def leave_to_others(
     return leaves_s
 
 
-def choose_besides(
+def choose_additional(
     waiting: WaitingTrainer,
     free: Sequence[BatchNumber],
     unattended: Collection[BatchNumber],

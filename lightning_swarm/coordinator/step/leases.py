@@ -14,7 +14,7 @@ from lightning_swarm.coordinator.step.assignment import (
     BatchTimes,
     Lane,
     WaitingTrainer,
-    choose_besides,
+    choose_additional,
     leave_to_others,
 )
 from lightning_swarm.coordinator.step.open_step import OpenStep
@@ -234,7 +234,7 @@ class LeaseTable:
         if waiting.batch in free:  # perhaps only since another batch was dropped
             return waiting.batch
         unattended = {number for number in free if self._is_unattended(step, number)}
-        return choose_besides(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
+        return choose_additional(waiting, free, unattended, self._lanes(step, free), now_s=now_s())
 
     def _lanes(self, step: OpenStep, free: Sequence[BatchNumber]) -> Iterator[Lane]:
         """Yield the rest of each lane whose trainer is computing a batch and has completed one before."""

@@ -28,25 +28,24 @@ _TOLERANCE: Final = 1e-3  # allows for devices that round differently; other ran
 def constants(named: Iterable[Named]) -> dict[str, list[float]]:
     """Sketch the tensors and numbers in blocks' attributes, by name; equal constants have equal sketches."""
     named = list(named)
-    tensors = {
-        f"{name}.{key}": sketch
+    sketches = {
+        f"{name}.{key}": [number for tensor in _arrays(value) for number in _sketch(tensor)]
         for name, module in named
         for key, value in vars(module).items()
-        if key not in TORCH_ATTRIBUTES
-        and not is_exempt(module, key)
-        and (sketch := [number for tensor in _arrays(value) for number in _sketch(tensor)])
+        if key not in TORCH_ATTRIBUTES and not is_exempt(module, key)
     }
+    tensors = {name: sketch for name, sketch in sketches.items() if sketch}
     return tensors | built_numbers(named)
 
 
 def built_numbers(named: Iterable[Named]) -> dict[str, list[float]]:
-    """Sketch the numbers that modules were built with, by name."""
-    return {
-        f"{name}.{key}": _sketch(torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    """Sketch the numbers in the attributes that modules had when they were built, by name."""
+    numbers = {
+        f"{name}.{key}": torch.tensor(_numbers(value), dtype=torch.float64, device="cpu")
         for name, module in named
         for key, value in built_values(module).items()
-        if (numbers := _numbers(value))
     }
+    return {name: _sketch(tensor) for name, tensor in numbers.items() if len(tensor)}
 
 
 def differing(own: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> list[str]:

@@ -51,21 +51,20 @@ class _Block:
     def of(cls, title: str, module: nn.Module, held: Collection[int]) -> _Block:
         """Analyse a module's code."""
         functions = code_reads.functions_of(module)
-        found = [code_reads.reads(function.__code__) for function in functions]
-        names, modes_of = (
-            frozenset[str]().union(*(getattr(reads, name) for reads in found)) for name in ("attributes", "modes_of")
-        )
+        reads = [code_reads.reads(function.__code__) for function in functions]
+        names = frozenset[str]().union(*(function_reads.attributes for function_reads in reads))
+        modes_of = frozenset[str]().union(*(function_reads.modes_of for function_reads in reads))
         return cls(title, module, functions, names, modes_of, held)
 
-    def names_read_from(self, value: Any) -> set[str]:
-        """Return the attributes, without the module's own, that its code may read from an object outside of it."""
+    def names_read_from(self, value: Any) -> frozenset[str]:
+        """Return the names of attributes that this block's code may read from `value`, an object outside the block."""
         module = self.module
-        own = {*vars(module), *module._parameters, *module._buffers, *module._modules, *TORCH_ATTRIBUTES}
-        names = self.names - own
+        names = self.names - {*vars(module), *module._parameters, *module._buffers, *module._modules, *TORCH_ATTRIBUTES}
         if isinstance(value, nn.Module) and self.modes_of - module._modules.keys():
-            names |= {"training"}
-        inside = [code_reads.reads(function.__code__).attributes for function in code_reads.methods_of(value, names)]
-        return set(names).union(*inside) - (TORCH_ATTRIBUTES - {"training"})
+            names |= {"training"}  # the only attribute of torch's that is compared
+        methods = code_reads.methods_of(value, names)
+        names = names.union(*(code_reads.reads(method.__code__).attributes for method in methods))
+        return names - (TORCH_ATTRIBUTES - {"training"})
 
 
 class OutsideValues:
@@ -76,14 +75,14 @@ class OutsideValues:
         titles = {id(module): (title, module) for title, module in modules}
         tensors = (t for _, m in titles.values() for t in (*m._parameters.values(), *m._buffers.values()))
         held = {*titles, *map(id, tensors)}
-        found: dict[tuple[int, str], _Source] = {}
+        sources: dict[tuple[int, frozenset[Any]], _Source] = {}  # (id of the mapping, names) -> source
         blocks = [_Block.of(title, module, held) for title, module in titles.values()]
         for block in blocks:
             _refuse_weights(block)
             for source in _sources(block):
                 # Blocks may read the same values, which are compared once, for the first of the blocks.
-                found.setdefault((id(source.values), ",".join(sorted(map(str, source.first)))), source)
-        self._sources = [source for source in found.values() if source.first]
+                sources.setdefault((id(source.values), frozenset(source.first)), source)
+        self._sources = [source for source in sources.values() if source.first]
         self._comparison = Comparison([s.values for s in self._sources], [s.first for s in self._sources])
 
     def check(self) -> None:
@@ -107,31 +106,31 @@ def _refuse(title: str, name: str, place: str, remedy: str) -> NoReturn:
 
 def _sources(block: _Block) -> Iterator[_Source]:
     """Yield all places outside a module from which its code may read plain values."""
-    read = [code_reads.reads(function.__code__) for function in block.functions]
-    for kind in type(block.module).__mro__ if any(own.reads_class for own in read) else ():
-        if code_reads.is_users(kind.__module__):
+    reads = [code_reads.reads(function.__code__) for function in block.functions]
+    if any(function_reads.reads_class for function_reads in reads):
+        for kind in filter(lambda kind: code_reads.is_users(kind.__module__), type(block.module).__mro__):
             values = {name: value for name, value in vars(kind).items() if name in block.names}
             yield _Source(block.title, f"an attribute of class {kind.__name__}", vars(kind), _plain(values))
     for name, value in vars(block.module).items():
         if name not in TORCH_ATTRIBUTES:
             for item in _referred(value):
-                # `Contents` watches the settings of an object that an attribute holds itself.
+                # If the attribute is the object itself, `Contents` watches its settings already.
                 if item is not value or isinstance(value, NO_SETTINGS):
                     yield from _object_sources(block, item, block.names_read_from(item))
-    for function, own in zip(block.functions, read, strict=True):
-        yield from _function_sources(block, function, own)
+    for function, function_reads in zip(block.functions, reads, strict=True):
+        yield from _function_sources(block, function, function_reads)
 
 
-def _function_sources(block: _Block, function: FunctionType, read: Reads) -> Iterator[_Source]:
+def _function_sources(block: _Block, function: FunctionType, reads: Reads) -> Iterator[_Source]:
     """Yield the globals, closure variables and defaults that a function reads."""
-    own, cells = function.__globals__, code_reads.cells_of(function)
-    globals_ = {name: own[name] for name in read.globals if name in own and _is_watched(own[name], read)}
-    yield _Source(block.title, f"a global of {own.get('__name__', 'a module')}", own, _plain(globals_))
-    enclosed = {name: value for name in cells if _is_watched(value := Cells(cells)[name], read)}
+    values, cells = function.__globals__, code_reads.cells_of(function)
+    globals_ = {name: values[name] for name in reads.globals if name in values and _is_watched(values[name], reads)}
+    yield _Source(block.title, f"a global of {values.get('__name__', 'a module')}", values, _plain(globals_))
+    variables = Cells(cells)
+    enclosed = {name: variables[name] for name in cells if _is_watched(variables[name], reads)}
     if enclosed:
-        place = f"a variable around `{function.__qualname__}`"
-        yield _Source(block.title, place, Cells(cells), _plain(enclosed))
-    defaults = {name: value for name, value in code_reads.defaults_of(function).items() if _is_watched(value, read)}
+        yield _Source(block.title, f"a variable around `{function.__qualname__}`", variables, _plain(enclosed))
+    defaults = {name: value for name, value in code_reads.defaults_of(function).items() if _is_watched(value, reads)}
     yield _Source(block.title, f"a default of `{function.__qualname__}`", defaults, _plain(defaults))
     for name, value in (*globals_.items(), *enclosed.items(), *defaults.items()):
         if type(value) is dict and not is_comparable(value):
@@ -140,25 +139,26 @@ def _function_sources(block: _Block, function: FunctionType, read: Reads) -> Ite
             yield from _object_sources(block, item, block.names_read_from(item))
 
 
-def _is_watched(value: Any, read: Reads) -> bool:
+def _is_watched(value: Any, reads: Reads) -> bool:
     """Return whether changes of a value count. Code may fill containers itself, such as a cache."""
-    return not (read.changes_containers and isinstance(value, _CONTAINERS))
+    return not (reads.changes_containers and isinstance(value, _CONTAINERS))
 
 
 def _object_sources(block: _Block, value: Any, names: Collection[str], depth: int = _MAX_DEPTH) -> Iterator[_Source]:
-    """Yield an outside object's attributes of these names, because the block's code may read them."""
-    own = _attributes(block, value)
-    if not own:
+    """Yield an outside object's attributes of these names, which the block's code may read, and objects inside."""
+    attributes = _attributes(block, value)
+    if not attributes:
         return
     what = value.__name__ if isinstance(value, type | ModuleType) else type(value).__name__
     if isinstance(value, nn.Module):
         _refuse_unreachable(block.title, what, value, names)
-    # A property such as `hparams` reads `_hparams`.
-    found = {name: own[key] for name in names for key in (name, f"_{name}") if key in own}
-    yield _Source(
-        block.title, f"an attribute of {what}", own, _plain({name: own[name] for name in names if name in own})
-    )
-    for name, item in found.items() if depth else ():
+    read = {name: attributes[name] for name in names if name in attributes}
+    yield _Source(block.title, f"an attribute of {what}", attributes, _plain(read))
+    if not depth:
+        return
+    # Objects behind properties are compared as well: a property such as `hparams` reads `_hparams`.
+    inside = {name: attributes[key] for name in names for key in (name, f"_{name}") if key in attributes}
+    for name, item in inside.items():
         if isinstance(item, dict) and not is_comparable(item):
             yield _Source(block.title, f"an entry of `{name}`", item, _plain(item))
         elif not isinstance(item, nn.Module):
@@ -177,17 +177,17 @@ def _attributes(block: _Block, value: Any) -> Mapping[str, Any]:
 
 
 def _refuse_unreachable(title: str, what: str, value: nn.Module, names: Collection[str]) -> None:
-    """Refuse reads of an outside module's tensors, and of trainer attributes, which exist only on the trainer."""
+    """Refuse reads that other peers cannot repeat: of an outside module's tensors, or of the Trainer through it."""
     tensors = [name for name in {**value._parameters, **value._buffers} if name in names]
     from_trainer = [name for name in _TRAINER_NAMES if name in names and "_trainer" in vars(value)]
-    if found := sorted([*tensors, *from_trainer]):
+    if reads := sorted([*tensors, *from_trainer]):
         raise ConfigError(
-            f"blocks must hold the values that they compute with: the code of {title!r} reads {found} of {what}, which "
+            f"blocks must hold the values that they compute with: the code of {title!r} reads {reads} of {what}, which "
             "is not in the block but only on the trainer. Pass it to the block as an argument, or register it there."
         )
 
 
-def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
+def _values_read(block: _Block) -> Iterator[tuple[str, Any]]:
     """Yield the names and values that a block's code reads: attributes, globals and closure variables."""
     yield from ((name, value) for name, value in vars(block.module).items() if name in block.names)
     for function in block.functions:
@@ -199,7 +199,7 @@ def _read_by(block: _Block) -> Iterator[tuple[str, Any]]:
 
 def _refuse_weights(block: _Block) -> None:
     """Refuse weights that a block's code reads outside of its stage, because each peer would have its own."""
-    for name, value in _read_by(block):
+    for name, value in _values_read(block):
         for item in _referred(value):
             if any(id(parameter) not in block.held for parameter in _parameters(item, block.module)):
                 raise ConfigError(

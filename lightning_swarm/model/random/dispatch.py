@@ -116,8 +116,8 @@ class KeyedRandom(TorchDispatchMode):
     operations without a handler here that accept a generator (``multinomial``, ``poisson``, ...) get a generator
     seeded from the stream. Their draws are equal on devices of one kind.
 
-    Run the backward of a forward that drew inside this mode, too. It needs no draws, but the mode then detects a block
-    that recomputes itself (``torch.utils.checkpoint``) without `checkpoint_contexts`.
+    If a forward drew, run its backward in this mode as well. It needs no draws, but the mode then detects a block that
+    recomputes itself (``torch.utils.checkpoint``) without `checkpoint_contexts`.
     """
 
     def __init__(self, seed: int, *, first_draw: int = 0) -> None:
@@ -165,7 +165,7 @@ class KeyedRandom(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch adds no guard of its own to `__torch_dispatch__`, which would be slow; `skip` does its job
+        return False  # instead of torch's slow wrapper against tracing, `skip` protects `__torch_dispatch__`
 
     def next_key(self, func: object) -> int:
         """Return the 64-bit key of the next draw, which `func` makes."""
@@ -197,7 +197,7 @@ _T = TypeVar("_T")
 _MAX_REPEATS: Final = 3
 """After this many repeated runs, a kind of computation always runs in the mode.
 
-Otherwise, if other threads draw all the time, each computation would run twice.
+Without this limit, each computation would run twice if other threads draw all the time.
 """
 
 
@@ -221,7 +221,7 @@ class KeyedOnDemand:
         kind: Hashable,  # computations of one kind all draw or all do not
         seed: int,
         compute: Callable[[], _T],
-        anew: Callable[[], Callable[[], _T]] | None = None,  # if `compute` can run only once: makes another
+        anew: Callable[[], Callable[[], _T]] | None = None,  # returns another `compute`, if it can run only once
     ) -> tuple[_T, bool]:
         """Compute, and return the result and whether random numbers were drawn."""
         if kind not in self._drawless:
@@ -239,7 +239,7 @@ class KeyedOnDemand:
         except BaseException:
             self._restore(before)
             raise
-        if has_drawn:  # another thread that drew meanwhile draws the same numbers again; that is harmless
+        if has_drawn:  # other threads' draws are undone as well, and repeat, which is harmless
             self._restore(before)
         return result, has_drawn
 

@@ -24,7 +24,7 @@ from lightning_swarm.monitor.view.scene import NO_SWARM, PeerRow, Scene
 from lightning_swarm.monitor.view.texts import event_line, plain_line
 from lightning_swarm.protocol.events import Event
 
-# At run time `written_once` derives `SwarmView` from the `ProgressBar` of either import tree.
+# At run time `written_once` derives `SwarmView` from the `ProgressBar` of `lightning` or of `pytorch_lightning`.
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -229,7 +229,7 @@ class SwarmView(_ProgressBar):
         return SwarmPanel(self._scene(), num_events=self._num_events)
 
     def _update_swarm(self) -> None:
-        """Read the swarm's status and rates; the earlier status stays while no run is under way."""
+        """Read the swarm's status and rates; keep the last status while no run is under way."""
         strategy, status = self.trainer.strategy, None
         if isinstance(strategy, _ReportsStatus):
             with contextlib.suppress(SwarmError):  # no run is under way yet, or any more
@@ -247,7 +247,7 @@ class SwarmView(_ProgressBar):
         metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
         with self._lock:
             self._metrics = metrics
-            # The first metric of the progress bar, usually the loss. Lightning puts the version of a logger before it.
+            # The first metric of the progress bar, usually the loss. Lightning may put a logger's `v_num` before it.
             if drawn := [value for name, value in metrics.items() if name != "v_num"]:
                 self._curve.add(drawn[0])
         self._update_swarm()

@@ -1,7 +1,8 @@
 """Messages by which servers and trainers join a run that has begun, and leave one.
 
-A server sends JOIN to the coordinator, copies its stage from a member by FOLLOW and PIECE, requests later records by
-NEXT, and sends READY once it has caught up. It takes part in a round by LISTEN, and that round's record admits it.
+A server that joins, a candidate, sends JOIN to the coordinator, copies its stage from a member by FOLLOW and PIECE,
+requests later records by NEXT, and once it has caught up, sends READY. The coordinator then has it take part in a round
+by LISTEN, and that round's record admits it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ class FollowRequest(WireMessage, frozen=True):
     """A candidate asks a member of its stage for the stage's state, and to keep all later records for it."""
 
     stage_index: Count
-    # Version of the state, if this member only helps the member that the candidate follows; None: the newest version.
-    version: Count | None
+    version: Count | None  # version to copy, set for members that only help the followed member; None: the newest
     hold_s: Seconds  # how long to wait for a free slot: a member serves few candidates at once
 
 
@@ -149,6 +149,6 @@ class RetireReply(WireMessage, frozen=True):
 
 
 class ClaimReply(WireMessage, frozen=True):
-    """A program that wants to begin a run answers whether it lets another program begin it."""
+    """Two programs want to begin the same run: one answers whether it lets the other begin it."""
 
     gives_way: bool

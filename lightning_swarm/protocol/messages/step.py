@@ -172,7 +172,7 @@ class FreezeReply(WireMessage, frozen=True):
     noted: EventCounts  # the server's events so far
     bans: Bans = msgspec.UNSET  # bans that no record carries yet
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET  # snapshots of its stages that no record lists yet
-    arithmetic: ShortText = ""  # servers that report the same compute the same bits
+    arithmetic: ShortText = ""  # servers with equal values of this compute equal bits
 
 
 class Replay(WireMessage, frozen=True):
@@ -203,8 +203,8 @@ class AvoidRequest(WireMessage, frozen=True):
 
     generation: Count
     step: Count
-    peers: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]
-    lost: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # all servers without which the step continues
+    peers: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # servers to avoid from now on
+    lost: Annotated[list[PeerId], msgspec.Meta(max_length=4096)]  # all servers that left this step so far
     reason: ShortText
 
 
@@ -223,7 +223,7 @@ class Closing(WireMessage, frozen=True):
     num_samples: Count
     total_weight: Positive
     absent: list[PeerId]  # members of the step's rosters that take no part in it any more
-    gradient_scale: Positive = 1.0  # factor of the sums, which the mean does not have
+    gradient_scale: Positive = 1.0  # the sums are scaled by this factor, and the mean is not
 
     def counts(self, first: int) -> bool:
         """Return whether the batch at this place counts."""
@@ -259,9 +259,6 @@ class AverageReply(WireMessage, frozen=True):
     refusing: list[PeerId] = msgspec.field(default_factory=list)  # servers that answered without usable data
 
 
-MAX_DIFFERENCE: Final = 1000  # characters
-
-
 class Candidate(WireMessage, frozen=True):
     """A server that wants to join a stage's roster, and its addresses."""
 
@@ -271,10 +268,13 @@ class Candidate(WireMessage, frozen=True):
 
 
 class Departure(WireMessage, frozen=True):
-    """A server that leaves a stage's roster in order to join another stage."""
+    """A server that leaves a stage's roster in order to join the stage `stage_index`."""
 
     member: Member
     stage_index: Count
+
+
+MAX_DIFFERENCE: Final = 1000  # characters of the reason why a server's weights differ
 
 
 class Vacancy(WireMessage, frozen=True):
@@ -314,7 +314,7 @@ class Record(WireMessage, frozen=True):
     snapshots: SomeSnapshots | msgspec.UnsetType = msgspec.UNSET
     keepers: Keepers = msgspec.UNSET  # newcomers that are keepers; unset: none
     convicted: Convictions = msgspec.UNSET  # peers convicted in this step; unset: none
-    # Work of a convicted peer counted in earlier steps, so the lead rolls the run back to a version before these steps.
+    # A convicted peer's work was counted in earlier steps, so the lead rolls the run back to a version before them.
     goes_back: bool | msgspec.UnsetType = msgspec.UNSET
     # Stages that step their optimizer in arithmetic that all machines round alike, because their servers' machines
     # round differently.
@@ -340,7 +340,7 @@ class Prepare(WireMessage, frozen=True):
     boot_id: int  # the voter's boot id, because a restarted voter has forgotten its votes
     generation: Count
     step: Count
-    fence: bool = False  # also record that from this step on, no proposal of a lower term will be completed
+    fence: bool = False  # also bar lower terms: from this step on, none of their proposals will be completed
 
 
 class Promise(WireMessage, frozen=True):
@@ -349,7 +349,7 @@ class Promise(WireMessage, frozen=True):
     promised: bool
     term: Term  # the highest that the voter knows
     accepted: Accepted | None = None
-    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted will not be completed
+    fence: Term = (0, "", 0)  # lower terms are barred: their records that this voter accepted will not be completed
     behind: bool = False  # the voter has had a proposal for a later step, so this step was decided
 
 

@@ -13,7 +13,7 @@ from lightning_swarm.server.stage import Stage, StateHash
 
 
 class StateProofs(StateHash):
-    """Hashes a stage's state with collision-resistant digests, see `StateDigests`, and keeps them for one version."""
+    """Hashes a stage's state with `StateDigests`, which resist collisions, and keeps the digests for one version."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(stage)
@@ -35,12 +35,12 @@ class StateProofs(StateHash):
     def prove(self, challenge: int) -> int:
         return int.from_bytes(self.proof(challenge, STATE_KINDS, self._stage.selection)[:8], "little")
 
-    def proof(self, challenge: int, kinds: Collection[StateKind], more: Any = None) -> bytes:
-        """Return a proof of the stage's state and of the value `more`, under a challenge; see `StateDigests`."""
+    def proof(self, challenge: int, kinds: Collection[StateKind], context: Any = None) -> bytes:
+        """Return a proof of the stage's state and of a value, `context`, under a challenge; see `StateDigests`."""
         digests, new = self._digests, self._new_digests()
         if digests is None or digests.identity != new.identity:  # a tensor was written after `begin`
             digests = self._digests = new
-        return digests.proof(challenge, kinds, more)
+        return digests.proof(challenge, kinds, context)
 
     def _new_digests(self) -> StateDigests:
         state = self._stage.optimizer.state()

@@ -253,7 +253,7 @@ class Donor:
         self._end_download(caller)
         self._drop_unneeded()
         await self._steps.wait_for_later(
-            request.version, written=request.written, within_s=min(request.hold_s, _HOLD_S)
+            request.version, after_change=request.written, within_s=min(request.hold_s, _HOLD_S)
         )
         self._check_generation(request.generation)  # it may have changed meanwhile
         if request.version >= self._steps.version:

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 15.0  # seconds to wait for the next record
 _POLL_S: Final = 1.0  # pause between searches for a run, and between requests while members are unconfirmed
-# Two minutes with pauses: after a restart, a record may first have to exclude this peer's former process.
+# With the pauses, two minutes: long enough for a record to exclude this peer's former process after a restart.
 _MAX_ATTEMPTS: Final = 8
 _MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
 _FIRST_PAUSE_S: Final = 1.0  # pause after the first attempt; doubles each time
@@ -121,7 +121,7 @@ class Joiner:
         # All at once, because silent peers would otherwise delay this peer one after the other.
         coordinator = await first_result(map(ask, await find_announced()))
         for version in other_versions if coordinator is None else ():
-            check_protocol_version(version, place="in the run", own_place="here")
+            check_protocol_version(version, place="in the run", own_place="here")  # raises, because it is another one
         return coordinator
 
     def _compare_versions(self, peer: PeerId, versions: Mapping[str, str]) -> None:
@@ -146,9 +146,9 @@ class Joiner:
         """Try to join up to `_MAX_ATTEMPTS` times. The coordinator may change meanwhile."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
-                if attempt > 1 and not self._membership.has_run:  # otherwise this server follows the run's coordinator
+                if attempt > 1 and not self._membership.has_run:  # in a run, this server follows the run's coordinator
                     coordinator = await self._find_coordinator(find_announced) or coordinator
-                    if not self._membership.has_run:
+                    if not self._membership.has_run:  # a run may have begun here during the search
                         self._membership.joining = coordinator
                 await self._attempt(coordinator, attempt)
             except SwarmError as error:
@@ -196,7 +196,7 @@ class Joiner:
         roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners, and the attempts of each, start at different replicas, because a replica may be gone.
         first = (self._membership.me.boot_id + attempt) % len(roster)
-        checks = self._membership.oversee(view.manifest.settings).joining
+        checks = self._membership.oversee(view.manifest.settings).joining  # without effect unless the run is audited
         donors = checks.donors([*roster[first:], *roster[:first]], coordinator)
         download = StageDownload(self._transport, self._stage, limits=self._limits, report=self._report)
         try:
@@ -238,7 +238,7 @@ class Joiner:
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Request records from the donor and apply them, until a record makes this server a member."""
-        checks = self._membership.oversight.joining
+        checks = self._membership.oversight.joining  # without effect unless the run is audited
         hold_s, has_members = 0.0, False  # longest wait for the next record; whether the run's members are known
         generation = self._membership.run.manifest.generation
         while not self._is_done:
@@ -255,32 +255,32 @@ class Joiner:
                 self._transport,
                 donor,
                 request,
-                timeout=hold_s + self._limits.call_timeout,  # shorter than for a download, because the donor may freeze
+                timeout=hold_s + self._limits.call_timeout,  # not a download's timeout, because the donor may freeze
                 max_bytes=self._limits.max_message_bytes,
             )
             record = reply.record
             if not has_members and reply.seats is not None:
                 has_members = self._adopt_members(version, reply.seats)
-            gradient, written = (tensors[:1], tensors[1:]) if record else ((), tensors)
-            change = record.change if record is not None else reply.change
+            gradient, written_weights = (tensors[:1], tensors[1:]) if record else ((), tensors)
+            change = record.change if record is not None else reply.change  # user code's, made before the step
             if change not in (NO_CHANGE, self._steps.sums.next.change) and version == self._steps.version:
-                await self._steps.follow_change(version, change, named(reply.names, written))
+                await self._steps.follow_change(version, change, named(reply.names, written_weights))
                 hold_s = 0.0
-            elif record is None:
+            elif record is None:  # this server has caught up
                 is_ready = (
                     await checks.confirm_members(version, partial(self._adopt_members, version)) and not self._is_done
                 )
                 if is_ready:
                     await self._report_ready(generation, version)
                 hold_s = _HOLD_S if is_ready else _POLL_S
-            if record is not None and record.step >= self._steps.version:  # otherwise the coordinator sent it first
+            if record is not None and record.step >= self._steps.version:  # unless the coordinator sent it first
                 await checks.check_record(record)
                 self._check_portable(record, stage)
                 await self._steps.commit(record, {stage.index: _checked_gradient(gradient, stage)})
                 hold_s = 0.0
 
     def _check_portable(self, record: Record, stage: Stage) -> None:
-        """Refuse a record that servers of another kind apply without portable arithmetic, because bits would differ."""
+        """Refuse a record without portable arithmetic if this machine is of another kind than the stage's servers."""
         if self._is_unlike and record.outcome == "apply" and stage.index not in (record.portable or ()):
             raise PeerError(
                 f"record {record.step} was decided before the run knew that this machine is of another kind"

@@ -132,10 +132,10 @@ def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
 # ---------------------------------------------------------------------- trainers beside the lead
 
 
-def beside(swarm: Swarm, name: PeerId) -> failover.StandbyLead:
-    """Return the standby of the trainer in a server's process, in the server's run."""
+def beside(swarm: Swarm, name: PeerId) -> failover.RollbackFollower:
+    """Return the rollback follower of the trainer in a server's process, in the server's run."""
     server = swarm.servers[name]
-    found = failover.StandbyLead(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
+    found = failover.RollbackFollower(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
     found.enter_run(RunState(swarm.manifest))
     return found
 

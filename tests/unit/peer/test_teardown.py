@@ -131,7 +131,7 @@ def test_a_coordinator_that_was_frozen_itself_ends_nothing(make_swarm: MakeSwarm
 
     async def go() -> None:
         watch = swarm.coordinator.generation.trainers.lead
-        watching = asyncio.create_task(watch.until_gone())
+        watching = asyncio.create_task(watch.watch_and_replace())
         await asyncio.sleep(SILENCE_S)
         swarm.network.freeze(LEAD)
         await asyncio.sleep(SILENCE_S)

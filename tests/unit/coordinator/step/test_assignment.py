@@ -12,7 +12,7 @@ from lightning_swarm.coordinator.step.assignment import (
     BatchTimes,
     Lane,
     WaitingTrainer,
-    choose_besides,
+    choose_additional,
     leave_to_others,
 )
 from lightning_swarm.core.limits import Limits
@@ -29,23 +29,23 @@ LIMITS = Limits(call_timeout=30.0, lead_timeout=100.0)
 def test_who_waits_brings_at_once_what_nobody_comes_to_and_the_rest_in_time() -> None:
     waiting = WaitingTrainer((0, 5), since_s=10.0, patience_s=2.0)
     free = [(0, 1), (0, 2), (0, 6)]
-    assert choose_besides(waiting, free, {(0, 2)}, [], now_s=10.0) == (0, 2)
-    assert choose_besides(waiting, free, set(), [], now_s=11.9) is None
-    assert choose_besides(waiting, free, set(), [], now_s=12.0) == (0, 1)
-    assert choose_besides(waiting, free[2:], set(free), [], now_s=12.0) is None, "that is beyond its own"
+    assert choose_additional(waiting, free, {(0, 2)}, [], now_s=10.0) == (0, 2)
+    assert choose_additional(waiting, free, set(), [], now_s=11.9) is None
+    assert choose_additional(waiting, free, set(), [], now_s=12.0) == (0, 1)
+    assert choose_additional(waiting, free[2:], set(free), [], now_s=12.0) is None, "that is beyond its own"
 
 
 def test_who_is_faster_takes_the_end_of_a_slower_ones_lane() -> None:
     free = [(0, 1), (0, 2), (0, 3), (0, 7)]
     waiting = WaitingTrainer((0, 5), since_s=10.0, patience_s=2.0, took_s=1.0)
     slow, slower, further_on = Lane((0, 2), end_s=12.0), Lane((0, 3), end_s=13.0), Lane((0, 7), end_s=20.0)
-    assert choose_besides(waiting, free, set(), [slow, slower], now_s=10.0) == (0, 3)
-    assert choose_besides(waiting, free, set(), [slow, further_on], now_s=10.0) == (0, 2)
-    assert choose_besides(waiting, free, {(0, 1)}, [slow], now_s=10.0) == (0, 1), "nobody else comes to that one"
-    assert choose_besides(waiting, free, set(), [further_on], now_s=10.0) is None, "that is beyond its own"
-    assert choose_besides(waiting, free, set(), [Lane((0, 2), end_s=11.1)], now_s=10.0) is None, "as fast as itself"
+    assert choose_additional(waiting, free, set(), [slow, slower], now_s=10.0) == (0, 3)
+    assert choose_additional(waiting, free, set(), [slow, further_on], now_s=10.0) == (0, 2)
+    assert choose_additional(waiting, free, {(0, 1)}, [slow], now_s=10.0) == (0, 1), "nobody else comes to that one"
+    assert choose_additional(waiting, free, set(), [further_on], now_s=10.0) is None, "that is beyond its own"
+    assert choose_additional(waiting, free, set(), [Lane((0, 2), end_s=11.1)], now_s=10.0) is None, "as fast as itself"
     waiting = WaitingTrainer((0, 5), since_s=10.0, patience_s=2.0)
-    assert choose_besides(waiting, free, set(), [slow], now_s=10.0) is None, "nobody knows how fast it is"
+    assert choose_additional(waiting, free, set(), [slow], now_s=10.0) is None, "nobody knows how fast it is"
 
 
 @pytest.mark.parametrize(
