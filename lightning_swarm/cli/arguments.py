@@ -157,7 +157,7 @@ The file describes the swarm, for example:
     rules: [none, paper, gain] # no moves; the SWARM paper's rule; moves that gain more than they cost
     interval_s: 300        # longest time between two decisions about moves
     move_s: 30             # a peer that moves computes nothing for this time, because it downloads and starts
-    join_s: 30             # the same for a peer that joins
+    join_s: 30             # a peer that joins computes nothing for this time
     seeds: 3               # number of simulations, each with other random numbers
 
 With `microbatches`, each microbatch is simulated by the code of real swarms, which is feasible for hundreds of peers

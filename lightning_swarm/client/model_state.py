@@ -226,7 +226,7 @@ def names_of(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Map each key of a state dict to its tensor's first name in the module, if any. Keys may be renamed."""
     first = first_names(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    by_memory = {memory: first[name] for name, tensor in tensors if (memory := _memory_of(tensor)) is not None}
+    by_memory = {_memory_of(tensor): first[name] for name, tensor in tensors if _memory_of(tensor) is not None}
     names = {}
     for key, value in state.items():
         if isinstance(value, Tensor):

@@ -260,7 +260,7 @@ class Session:
 
     def revoke_batch(self) -> None:
         """Give up the current batch, because it was struck. It counts nowhere, and may run again in another place."""
-        if self.pipeline.batch is not None:  # otherwise the batch has ended already, and the coordinator knows
+        if self.pipeline.batch is not None:  # unless the batch has ended, which the coordinator knows
             self._runtime.run(self._steps.report_revoked(self._give_up_batch().grant.lease))
 
     def finish_batch(

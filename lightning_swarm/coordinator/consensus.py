@@ -153,7 +153,7 @@ class Ballot:
         self._numbers: dict[Member, int] = {}  # voter -> number of a rival term; 0: none
         self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: too late for its record to count
         self._settled = False  # the record to finish was chosen, and later promises must not change it
-        self._fenced = set(fenced)  # voters that recorded the fence
+        self._fence_voters = set(fenced)  # voters that recorded the fence
         self._proposed: bytes | None = None  # the encoded record of this proposer
         self._votes: set[Member] = set()
 
@@ -175,7 +175,7 @@ class Ballot:
             return
         self._promises.setdefault(voter, None if self._settled else promise)
         if fence:
-            self._fenced.add(voter)
+            self._fence_voters.add(voter)
 
     @property
     def prepared(self) -> bool:
@@ -215,7 +215,7 @@ class Ballot:
     @property
     def may_begin(self) -> bool:
         """Return whether this proposer may work towards its own record: no record of a lower term will be finished."""
-        return self._is_majority(self._fenced)
+        return self._is_majority(self._fence_voters)
 
     def proposal(self, voter: Member, record: Record) -> Proposal:
         """Make the second request to a voter; raise ProtocolError if it is too early or another record is due."""
@@ -255,7 +255,7 @@ class Ballot:
     def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
         """Begin the same proposer's part in a later slot. Promises stay valid if the voters are the same."""
         stay_valid = set(voters) == set(self.voters) and self.prepared
-        promised, fenced = (self._promises, self._fenced) if stay_valid else ((), ())
+        promised, fenced = (self._promises, self._fence_voters) if stay_valid else ((), ())
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
 
     def _counts(self, voter: Member, agreed: bool, term: Term) -> bool:

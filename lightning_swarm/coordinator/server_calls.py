@@ -204,8 +204,8 @@ class ServerCalls:
             # again whenever most are silent.
             self._durations[method].extend()
             silent = [peer for peer, result in results.items() if isinstance(result, ServerSilent)]
-            again = await gather(self._answer_of(method, peer, works[peer]) for peer in silent)
-            results.update(zip(silent, again, strict=True))
+            late_replies = await gather(self._answer_of(method, peer, works[peer]) for peer in silent)
+            results.update(zip(silent, late_replies, strict=True))
             if self._are_most_silent(results):  # then no server is held to be silent
                 results = {
                     peer: DeadlineExceeded(str(result)) if isinstance(result, ServerSilent) else result

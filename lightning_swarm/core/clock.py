@@ -69,7 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def next_number(self) -> int:
-        """Return the number of the task or future that is being created."""
+        """Count a task or future that is being created, and return its number."""
         self._num_futures += 1
         return self._num_futures
 

@@ -32,7 +32,7 @@ def follow_environment() -> None:
         raise ConfigError(f"the variable {LOG} must be one of {levels}, got {level!r}. Set one of them, or unset it.")
     logger = logging.getLogger("lightning_swarm")
     logger.setLevel(level.upper())
-    if not logger.hasHandlers():  # otherwise the script has configured logging
+    if not logger.hasHandlers():  # unless the script has configured logging
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
@@ -144,7 +144,7 @@ class ProcessSettings:
         # Counting takes tens of milliseconds once there are frozen objects, so it must not follow each collection.
         if self._froze or phase != "stop" or info["generation"] != _OLDEST:
             return
-        if gc.get_freeze_count() == 0:  # otherwise other code freezes objects
+        if gc.get_freeze_count() == 0:  # unless other code freezes objects
             self._froze = True
             gc.freeze()
 

@@ -41,7 +41,7 @@ def shorten(text: str) -> str:
     """Write a message as one line, with short names of peers and only the innermost cause of a failed connection."""
     if len(text) > _MAX_LENGTH:
         text = f"{text[: _MAX_LENGTH - 3]}..."
-    line = _PEER_ID.sub(lambda found: short_name(found[0]), " ".join(printable(text).split()))
+    line = _PEER_ID.sub(lambda match: short_name(match[0]), " ".join(printable(text).split()))
     return _ERROR_NUMBER.sub("", _FAILED_DIAL.sub(_cause, line))
 
 

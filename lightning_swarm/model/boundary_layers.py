@@ -246,11 +246,8 @@ def plan_layers(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> 
 
 def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
     """Return a model's boundary layers in its order, by the full names of the modules that they stand after."""
-    return {
-        _after(match): inner
-        for name, inner in module.named_modules()
-        if isinstance(inner, BoundaryLayer) and (match := _LAYER.fullmatch(name))
-    }
+    layers = [(_LAYER.fullmatch(name), inner) for name, inner in module.named_modules()]
+    return {_after(match): inner for match, inner in layers if match and isinstance(inner, BoundaryLayer)}
 
 
 def adopt_layers(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -377,14 +374,14 @@ def _owner(module: nn.Module, name: str) -> str:
 
 def _layers_of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
     """Describe the layers whose parameters have these names and shapes, by the modules that they stand after."""
-    found: dict[str, dict[str, Sequence[int]]] = {}
+    layers: dict[str, dict[str, Sequence[int]]] = {}
     for name, shape in shapes.items():
         parameter = _PARAMETER.fullmatch(name)
         layer = _LAYER.fullmatch(parameter["layer"]) if parameter else None
         if parameter and layer:
-            found.setdefault(_after(layer), {})[parameter["rest"]] = shape
+            layers.setdefault(_after(layer), {})[parameter["rest"]] = shape
     boundaries: dict[str, Boundary] = {}
-    for after, parts in found.items():
+    for after, parts in layers.items():
         shape = parts.get("decompress.linear.weight", ())
         if len(shape) != 2 or not 0 < shape[1] < shape[0] or shape[0] % shape[1]:
             raise ConfigError(f"the module after {after!r} must be a boundary layer, got {parts}. Correct its names.")

@@ -54,13 +54,13 @@ class FolderReader:
         if not names:
             return self._read_converted(name)
         self._read.update(names)
-        found = [self._folder.tensor(alias) for alias in names]
-        if not all(torch.equal(found[0], other) for other in found[1:]):
+        tensors = [self._folder.tensor(alias) for alias in names]
+        if not all(torch.equal(tensors[0], other) for other in tensors[1:]):
             raise ConfigError(
                 f"tied weights must be equal, but {', '.join(names)} differ in {str(self._folder.path)!r}. If they are "
                 "not tied, set `tie_word_embeddings` to false in config.json."
             )
-        return found[0]
+        return tensors[0]
 
     def find(self, name: str) -> Tensor | None:
         """Read a tensor by its name in the files, with or without the base model's prefix; None if there is none."""
@@ -79,14 +79,14 @@ class FolderReader:
             self._loaded = index, self._load(index)
         # In the small model that `_load` fills, the block has the number 0.
         key = name if index == NO_BLOCK else f"{root}0.{name.removeprefix(f'{root}{blocks.names[index]}.')}"
-        like, found = self._model.module.state_dict()[name], self._loaded[1].get(key)
-        if found is None or found.shape != like.shape:
+        like, loaded = self._model.module.state_dict()[name], self._loaded[1].get(key)
+        if loaded is None or loaded.shape != like.shape:
             raise ConfigError(
                 f"the files of a served model must have all of its weights, but {str(self._folder.path)!r} has no "
                 f"{name!r}, under this or any other name that transformers knows. Save the model again with "
                 "`save_pretrained`, or serve another model."
             )
-        return found
+        return loaded
 
     @cached_property
     def _to_module_name(self) -> Callable[[str], str]:
@@ -121,18 +121,18 @@ class FolderReader:
             return {name: name for name in self._folder.names if not self._to_module_name(name).startswith(excluded)}
         block_name = self._model.blocks.names[index]
         prefix = f"{root}{block_name}."
-        found = {}
+        renames = {}
         for name in self._folder.names:
-            own = self._to_module_name(name)
-            if not own.startswith(prefix) or own.startswith(self._quantized_prefixes):
+            module_name = self._to_module_name(name)
+            if not module_name.startswith(prefix) or module_name.startswith(self._quantized_prefixes):
                 continue
             # Another part of the name may equal the block's number, as in `h.1.experts.1.w` of block 1. Choose the
             # replacement that gives a name in block 0: `h.0.experts.1.w`.
             parts = name.split(".")
             positions = [position for position, part in enumerate(parts) if part == block_name]
             renamed = (".".join([*parts[:position], "0", *parts[position + 1 :]]) for position in positions)
-            found[name] = next(new for new in renamed if self._to_module_name(new).startswith(f"{root}0."))
-        return found
+            renames[name] = next(new for new in renamed if self._to_module_name(new).startswith(f"{root}0."))
+        return renames
 
     def _load(self, index: int) -> dict[str, Tensor]:
         """Load one block, as the only block of a small model, or the tensors outside of blocks (`NO_BLOCK`)."""

@@ -97,7 +97,7 @@ class InitRecord:
             yield
 
     def view(self, tensor: Tensor) -> StorageView:
-        """Return the place of a tensor on meta."""
+        """Return the place of a tensor on meta, and keep its storage alive."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         self._storages.setdefault(address, storage)
@@ -149,7 +149,7 @@ class InitRecord:
                 others = {self.view(other).storage for other in inputs if other is not tensor and other.is_meta}
                 if covers and function._schema.name in _FILLING and storage not in others:
                     fills.add(storage)
-        if writes:  # otherwise the call only made a view of a tensor
+        if writes:  # a call without writes only made a view of a tensor
             is_random = torch.Tag.nondeterministic_seeded in function.tags
             effects = (made, frozenset(reads - fills), frozenset(writes), frozenset(fills))
             self._append(function, (args, kwargs), effects, is_random=is_random)

@@ -348,15 +348,15 @@ def _copy_over(optimizer: Optimizer, counterparts: Mapping[int, nn.Parameter]) -
 
 def _attributes(optimizer: Optimizer, known: dict[int, Any]) -> dict[str, Any]:
     """Copy an optimizer's attributes; `known` maps the ids of objects that were replaced to their counterparts."""
-    found = {}
+    attributes = {}
     for name, value in vars(optimizer).items():
         if hasattr(value, "_wrapped_by_lr_sched"):  # a scheduler's wrapper would step the original optimizer
             continue
         if isinstance(value, nn.Module):
-            found[name] = value
+            attributes[name] = value
         else:
-            found[name] = copy_hooks(value, known) if name.endswith("_hooks") else copy_value(value, known)
-    return found
+            attributes[name] = copy_hooks(value, known) if name.endswith("_hooks") else copy_value(value, known)
+    return attributes
 
 
 def optimizers_in(optimizer: Optimizer, seen: set[int] | None = None) -> Iterator[Optimizer]:

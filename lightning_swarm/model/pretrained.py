@@ -273,10 +273,10 @@ def _floats(value: Any) -> Any:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name such as ``bfloat16``."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"a model's dtype must be a floating-point dtype, got {name!r}. Use 'bfloat16', for example.")
-    return found
+    return dtype
 
 
 def device_of(name: str | torch.device) -> torch.device:
@@ -382,10 +382,10 @@ class PretrainedFolder:
         except RuntimeError as error:  # torch cannot map the file into memory
             raise ConfigError(_too_large(self.path / _WEIGHTS, error)) from error
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            if found := sorted(self.path.glob("*.gguf")):
+            if gguf_files := sorted(self.path.glob("*.gguf")):
                 raise ConfigError(
                     f"a served model's weights must be in safetensors, but {str(self.path)!r} has GGUF, as in "
-                    f"{found[0].name}. Name the folder of the model from which it was made, and use `--quantize`."
+                    f"{gguf_files[0].name}. Name the folder of the model from which it was made, and use `--quantize`."
                 ) from error
             raise ConfigError(
                 f"a served model's folder must have a readable {_WEIGHTS}, or several such files and {_INDEX}, but "
@@ -401,14 +401,14 @@ class PretrainedFolder:
     @property
     def files(self) -> dict[str, bytes]:
         """The contents of the small files that go with the weights, such as a tokenizer's."""
-        found = {name: (self.path / name).read_bytes() for name in FILES if (self.path / name).is_file()}
-        for name, content in found.items():
+        contents = {name: (self.path / name).read_bytes() for name in FILES if (self.path / name).is_file()}
+        for name, content in contents.items():
             if len(content) > MAX_FILE_BYTES:
                 raise ConfigError(
                     f"{self.path / name} must have at most {MAX_FILE_BYTES} bytes, got {len(content)}. Remove it, or "
                     "save the tokenizer again."
                 )
-        return found
+        return contents
 
     def reader(self, model: PretrainedModel) -> FolderReader | QuantizedReader:
         """Return a reader of tensors by the model's names, which quantises plain weights if the model needs that."""
@@ -441,7 +441,7 @@ class PretrainedFolder:
                 f"{self.path / self._files[name]} must be a readable safetensors file: {error}. Write it again by "
                 "`save_pretrained`."
             ) from error
-        return tensor.clone()  # otherwise the tensor would keep its whole file mapped, and change with the file
+        return tensor.clone()  # the read tensor keeps its whole file mapped, and changes with the file
 
     def card(self, model: PretrainedModel, ranges: Sequence[range]) -> ModelCard:
         """Describe a model of this folder, cut into stages. Read all weights once, one at a time, for their digests."""

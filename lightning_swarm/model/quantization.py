@@ -172,8 +172,8 @@ class Quantization:
         if self.is_nested:
             shapes |= {"nested_absmax": (-(-num_scales // NESTED_BLOCK),), "nested_quant_map": (256,)}
             shapes["nested_offset"] = ()
-        found = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
-        return {**found, "absmax": found["absmax"].to(torch.uint8)} if self.is_nested else found
+        tensors = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+        return {**tensors, "absmax": tensors["absmax"].to(torch.uint8)} if self.is_nested else tensors
 
     def check_device(self, layers: Mapping[str, Any], device: torch.device) -> None:
         """Refuse layers that bitsandbytes computes wrongly on a device."""
@@ -213,9 +213,9 @@ class Quantization:
             codes, scales = zip(*parts, strict=True)
             return {"weight": torch.cat(codes), "SCB": torch.cat(scales)}
         pieces = weight.contiguous().view(-1).split(_PIECE)
-        found = [functional.quantize_4bit(piece, blocksize=BLOCK, quant_type=self.kind) for piece in pieces]
-        packed = torch.cat([piece for piece, _ in found])
-        absmax, quant_map = torch.cat([state.absmax for _, state in found]), found[0][1].code
+        quantized = [functional.quantize_4bit(piece, blocksize=BLOCK, quant_type=self.kind) for piece in pieces]
+        packed = torch.cat([piece for piece, _ in quantized])
+        absmax, quant_map = torch.cat([state.absmax for _, state in quantized]), quantized[0][1].code
         weights = packed.view(-1).view(self.storage).unsqueeze(1)
         tensors = {"weight": weights, "absmax": absmax, "quant_map": quant_map}
         if not self.is_nested:
@@ -245,21 +245,21 @@ def _kind_of(config: Any) -> str:
         is_number = isinstance(config.get("llm_int8_threshold", 6.0), float | int)
         if is_4bit != is_8bit and kind in (("nf4", "fp4") if is_4bit else ("int8",)) and is_number:
             return str(kind)
-    found = f"bitsandbytes with {config}" if method == _PACKAGE else repr(method)
+    got = f"bitsandbytes with {config}" if method == _PACKAGE else repr(method)
     raise ConfigError(
         "a served model's weights must be plain, or quantised by bitsandbytes to NF4, FP4 or int8, got "
-        f"{found[:300]} in config.json. Name the folder of the plain model, and use `--quantize`."
+        f"{got[:300]} in config.json. Name the folder of the plain model, and use `--quantize`."
     )
 
 
 def _dtype(name: str, value: object, *others: torch.dtype) -> torch.dtype:
-    found: Any = getattr(torch, str(value).removeprefix("torch."), None)
-    if found not in (*_DTYPES, *others):
+    dtype: torch.dtype | None = getattr(torch, str(value).removeprefix("torch."), None)
+    if dtype not in (*_DTYPES, *others):
         raise ConfigError(
             f"a quantised model computes in float32, bfloat16 or float16, got {value!r} as `{name}`. Set `--dtype`, "
             "for example to bfloat16."
         )
-    dtype: torch.dtype = found
+    assert dtype is not None
     return dtype
 
 

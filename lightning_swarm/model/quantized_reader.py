@@ -78,7 +78,7 @@ class QuantizedReader:
 
     def _read_quantized(self, layer_name: str, layer: nn.Module) -> Mapping[str, Tensor]:
         """Return a layer's tensors from a folder whose weights are quantised."""
-        found = {part: self._folder.find(f"{layer_name}.{name}") for part, name in _IN_FILES.items()}
+        stored = {part: self._folder.find(f"{layer_name}.{name}") for part, name in _IN_FILES.items()}
         if self._quantization.kind == "int8":
             # Marks it as read. Its value is not needed, because bitsandbytes has written one format since 0.45.
             self._folder.find(f"{layer_name}.weight_format")
@@ -87,15 +87,15 @@ class QuantizedReader:
             settings = {} if packed is None else json.loads(bytes(packed.tolist()))
             self._check(layer_name, layer, settings)
             if self._quantization.is_nested:
-                found["nested_offset"] = torch.tensor(float(settings["nested_offset"]))
+                stored["nested_offset"] = torch.tensor(float(settings["nested_offset"]))
         wanted = ["weight", *(name for name, _ in layer.named_buffers())]
-        if missing := [part for part in wanted if found.get(part) is None]:
+        if missing := [part for part in wanted if stored.get(part) is None]:
             raise ConfigError(
                 f"the files of a quantised model must have all tensors of its layers, but {layer_name!r} has no "
                 f"{missing[0]!r} under the name that transformers writes today. Save the model again by "
                 "`save_pretrained`, or serve the plain model with `--quantize`."
             )
-        return {part: tensor for part in wanted if (tensor := found[part]) is not None}
+        return {part: tensor for part in wanted if (tensor := stored[part]) is not None}
 
     def _check(self, layer_name: str, layer: Any, settings: Mapping[str, Any]) -> None:
         """Refuse a layer that was quantised in another form than its config describes."""

@@ -58,24 +58,24 @@ class RunningStatistics:
         if not norms:
             yield result
             return
-        own = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
+        present = [(buffer, buffer.data) for norm in norms for buffer in norm.buffers(recurse=False)]
         momenta = [norm.momentum for norm in norms]
-        for buffer, data in own:
+        for buffer, data in present:
             buffer.data = torch.zeros_like(data)
         for norm in norms:
             norm.momentum = 1.0  # so that the new running statistics are the batch statistics
         try:
             yield result
-            found = self._read(only_training=True)
+            values = self._read(only_training=True)
         finally:
-            for buffer, data in own:
+            for buffer, data in present:
                 buffer.data = data
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
         num = len(self.norms)
-        found[-num:] = found.new_tensor([_momentum(norm) for norm in self.norms])
-        result.values = found
-        if any(count > 1 for count in found[:num].tolist()):
+        values[-num:] = values.new_tensor([_momentum(norm) for norm in self.norms])
+        result.values = values
+        if any(count > 1 for count in values[:num].tolist()):
             raise ConfigError(
                 "a `BatchNorm` in a block must be used once for each sample, got a norm that is used several times in "
                 "one forward. Use separate norms."
@@ -107,8 +107,8 @@ class RunningStatistics:
         old_share = torch.where(momenta < 0.0, before[:num] / after[:num].clamp(min=1.0), (1.0 - momenta) ** uses)
         owners = self._owners.to(old_share.device)
         old, new = old_share[owners], (1.0 - old_share)[owners]
-        found = (after[num:-num] - old * before[num:-num]) / torch.where(new > 0.0, new, 1.0)
-        result.values = torch.cat([uses, torch.where(new > 0.0, found, 0.0), momenta])
+        means = (after[num:-num] - old * before[num:-num]) / torch.where(new > 0.0, new, 1.0)
+        result.values = torch.cat([uses, torch.where(new > 0.0, means, 0.0), momenta])
 
     @property
     def _owners(self) -> Tensor:
@@ -122,8 +122,8 @@ class RunningStatistics:
 
     def batch_statistics_of(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
         """Return the batch statistics that this server has of microbatches that count in a step."""
-        own = self._by_step.get(step, {})
-        return {receipt: own[receipt] for receipt in sorted(counted) if receipt in own}
+        held = self._by_step.get(step, {})
+        return {receipt: held[receipt] for receipt in sorted(counted) if receipt in held}
 
     def merged(self, batches: Mapping[Receipt, Tensor]) -> Tensor:
         """Return the running statistics ``[length]`` after these batch statistics, in the order of one machine."""
@@ -167,10 +167,10 @@ class RunningStatistics:
         counts = [uncounted if (count := norm.num_batches_tracked) is None else count for norm in self.norms]
         off = [only_training and not norm.training for norm in self.norms] * 3
         parts = zip((*counts, *means, *variances), off, strict=True)
-        found = [
+        values = [
             (torch.zeros_like(part) if is_off else part.detach()).to(torch.float64).view(-1) for part, is_off in parts
         ]
-        return torch.cat([*found, found[0].new_tensor([_momentum(norm) for norm in self.norms])])
+        return torch.cat([*values, values[0].new_tensor([_momentum(norm) for norm in self.norms])])
 
 
 def _momentum(norm: _BatchNorm) -> float:

@@ -157,11 +157,11 @@ class ShardedCheckpoint:
     def _keys(self) -> dict[str, dict[str, list[str]]]:
         """The keys of each weight, and of each parameter's optimizer state."""
         # Paths begin with (WEIGHTS, name) or (OPTIMIZER, "state", parameter, key).
-        found: dict[str, dict[str, list[str]]] = {WEIGHTS: {}, OPTIMIZER: {}}
+        keys: dict[str, dict[str, list[str]]] = {WEIGHTS: {}, OPTIMIZER: {}}
         for key, path in self._paths.items():
             if (path[0] == WEIGHTS and len(path) > 1) or (path[:2] == (OPTIMIZER, "state") and len(path) > 3):
-                found[path[0]].setdefault(path[1 if path[0] == WEIGHTS else 2], []).append(key)
-        return found
+                keys[path[0]].setdefault(path[1 if path[0] == WEIGHTS else 2], []).append(key)
+        return keys
 
     @property
     def weights(self) -> dict[str, Tensor]:

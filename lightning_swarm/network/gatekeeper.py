@@ -103,7 +103,7 @@ class Gatekeeper:
                 short_name(peer),
             )
             return None
-        if len(self._permits) > _MAX_PERMITS // 2:  # otherwise no peer will soon be forgotten
+        if len(self._permits) > _MAX_PERMITS // 2:  # peers may soon be forgotten
             self._permits.move_to_end(peer)
         return certified
 
@@ -278,7 +278,7 @@ class Gatekeeper:
             self.refuse(caller, AccessDenied(f"{self.own} answers {caller} no more: {reason}"))
         if certified is not None:  # the caller has shown another certificate since its request
             self.check_on_arrival(caller, method)
-        # Otherwise the caller was only forgotten for lack of room, so it still gets the answer.
+        # A caller that was only forgotten for lack of room still gets the answer.
 
     def refuse(self, caller: PeerId, error: AccessDenied) -> NoReturn:
         """Record a refusal, and raise its error."""
@@ -363,9 +363,9 @@ class RefusalLog:
             del self._refused[peer]
             return
         num_unnamed, self._num_unnamed = self._num_unnamed, 0
-        more = f" {num_unnamed} requests of other peers were refused, too." if num_unnamed else ""
+        unnamed = f" {num_unnamed} requests of other peers were refused, too." if num_unnamed else ""
         _log.warning(
-            "%d requests of %s were refused: %s%s", refused.count, short_name(peer), shorten(refused.reason), more
+            "%d requests of %s were refused: %s%s", refused.count, short_name(peer), shorten(refused.reason), unnamed
         )
         self.on_refused(refused.count + num_unnamed)
         refused.count = 0

@@ -241,10 +241,10 @@ class MembershipLifecycle:
             behind.clear()
             if any(event.is_set() for event in changes) or not membership.has_run:
                 continue
-            if await self._is_left_out():
+            if await self._ask_whether_left_out():
                 return "left out"
             self._check_silence()
-            if self._lacks_memory():
+            if self._note_memory():
                 await self._leave(say)
                 raise ConfigError(_LACKS_MEMORY)
         return "over"
@@ -261,8 +261,8 @@ class MembershipLifecycle:
             await self._server.step_out(keeps_snapshots=True)
             self._server.joiner.move_to(target, former=former)
 
-    def _lacks_memory(self) -> bool:
-        """Return whether this server has lacked memory for some records, and other servers hold all of its stages."""
+    def _note_memory(self) -> bool:
+        """Record whether the stages lack memory; return True after some records if other servers hold all of them."""
         steps, rosters = self._server.steps, self._server.membership.run.rosters
         stages = [steps.stage(index) for index in steps.stages]
         if not stages or not all(stage.load.lacks_memory and len(rosters[stage.index]) > 1 for stage in stages):
@@ -286,8 +286,8 @@ class MembershipLifecycle:
                     f"majority{self._server.membership.run.electorate.remedy}."
                 )
 
-    async def _is_left_out(self) -> bool:
-        """Return whether the run has continued without this server, according to the peers that answer."""
+    async def _ask_whether_left_out(self) -> bool:
+        """Ask whether the run has continued without this server, and record which peers answer, and the newest view."""
         run, me = self._server.membership.run, self._transport.peer_id
         others = [peer for peer in run.servers if peer != me]
         first = [run.coordinator] if run.coordinator in others else []
@@ -358,7 +358,7 @@ class MembershipLifecycle:
             # record that has not arrived here.
             except SwarmError as error:
                 why = str(error)
-                if not isinstance(error, PeerError) and await self._is_left_out():
+                if not isinstance(error, PeerError) and await self._ask_whether_left_out():
                     return True
             else:
                 why = f"no other server holds {_stages(only_here)}" if only_here else "no record came"

@@ -115,7 +115,7 @@ class ServerHost:
         try:
             await self._lifecycle.serve_run(say)
         finally:
-            if self._is_leaving:  # otherwise later joiners would try to reach this peer for up to an hour
+            if self._is_leaving:  # so that joiners do not try to reach this peer for up to an hour
                 await self._directory.withdraw()
 
     def leave(self) -> None:

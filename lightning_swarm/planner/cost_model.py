@@ -268,13 +268,13 @@ class Swarm:
     @cached_property
     def kinds(self) -> list[list[list[int]]]:
         """The machines of each stage, in groups of equal machines. The starter is a group of its own."""
-        found: list[list[list[int]]] = []
+        stages: list[list[list[int]]] = []
         for numbers in self.held:
             kinds: dict[tuple[int, bool], list[int]] = {}  # equal machines of the list are one object
             for number in numbers:
                 kinds.setdefault((id(self.machines[number]), number == 0), []).append(number)
-            found.append(list(kinds.values()))
-        return found
+            stages.append(list(kinds.values()))
+        return stages
 
     def recomputed(self, index: int, batch_size: int) -> float:
         """Return the share of forwards that a stage computes again if all its machines had the least memory of them."""

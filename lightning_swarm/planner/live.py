@@ -37,7 +37,7 @@ class LiveSwarm:
 
 def read_swarm(
     reports: Mapping[PeerId, PeerReport],
-    observed: Mapping[PeerId, ObservedPeer],  # the same peers, with rates over some time
+    observed: Mapping[PeerId, ObservedPeer],  # the peers of `reports`, with rates over some time
     assumed: AssumedRates,
     name: Callable[[str], str] = str,  # peer id -> name
 ) -> LiveSwarm:
@@ -143,7 +143,7 @@ _MIN_WORK: Final = 0.01
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
     """Return the flop/s of each measured peer; a peer with almost no work gets the median of the other peers."""
-    found: dict[PeerId, float] = {}
+    rates: dict[PeerId, float] = {}
     idle: list[PeerId] = []
     for peer, server in servers.items():
         measured = [stage for stage in server.held if stage.samples_per_s and stage.index < len(work)]
@@ -153,9 +153,9 @@ def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dic
         if flop < _MIN_WORK * statistics.fmean(work):
             idle.append(peer)
         else:
-            found[peer] = flop / sum(_computing_s(stage, server) for stage in measured)
-    usual = statistics.median(found.values()) if found else 0.0
-    return {**found, **dict.fromkeys(idle if found else (), usual)}
+            rates[peer] = flop / sum(_computing_s(stage, server) for stage in measured)
+    usual = statistics.median(rates.values()) if rates else 0.0
+    return {**rates, **dict.fromkeys(idle if rates else (), usual)}
 
 
 def _computing_s(stage: HeldStage, server: ServerReport) -> float:
@@ -223,13 +223,13 @@ def _bytes_per_s(carried: CarriedReport, round_trip_s: float) -> float:
 
 def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], float]:
     """Return the round trip of each pair of answering peers: the shorter measurement, because answers may be slow."""
-    found: dict[frozenset[str], float] = {}
+    round_trips: dict[frozenset[str], float] = {}
     for peer, report in reports.items():
         for link in report.links:
             if link.round_trip_s is not None and link.peer_id in reports:
                 ends = frozenset((peer, link.peer_id))
-                found[ends] = min(link.round_trip_s, found.get(ends, link.round_trip_s))
-    return found
+                round_trips[ends] = min(link.round_trip_s, round_trips.get(ends, link.round_trip_s))
+    return round_trips
 
 
 def _setting(servers: Iterable[ServerReport], num_stages: int) -> Setting | None:

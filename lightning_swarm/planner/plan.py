@@ -213,10 +213,10 @@ def _snapshot_bytes_per_s(swarm: Swarm) -> float:
 
 def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
     """Return machine name -> bytes, the maximum of machines with that name."""
-    found: dict[str, int] = {}
+    bytes_by_name: dict[str, int] = {}
     for machine, num_bytes in zip(swarm.machines, sent, strict=True):
-        found[machine.name] = max(round(num_bytes), found.get(machine.name, 0))
-    return found
+        bytes_by_name[machine.name] = max(round(num_bytes), bytes_by_name.get(machine.name, 0))
+    return bytes_by_name
 
 
 # Bounds of the search for settings.

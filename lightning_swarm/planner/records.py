@@ -130,7 +130,7 @@ class Times:
     """The seconds of each part of a step."""
 
     forward_s: float  # the slowest stage, or link, with all microbatches of the batch
-    backward_s: float  # the same for backward
+    backward_s: float  # the slowest stage, or link, in the backward
     fill_s: float  # waiting for the first microbatch to reach the last stage, and the last one to come back
     around_s: float  # the trainer with the layers in no stage
     averaging_s: float  # averaging within the stages, and the optimizer's step
@@ -166,7 +166,7 @@ class Prediction:
     left_out: tuple[str, ...]  # machines that cannot hold a stage
     spared: tuple[str, ...]  # machines without which the swarm is faster
     boundary_bytes: tuple[int, ...]  # per microbatch, sent from each stage to the next
-    boundary_gradient_bytes: tuple[int, ...]  # the same for gradients, sent back
+    boundary_gradient_bytes: tuple[int, ...]  # per microbatch, gradients sent from each stage to the previous one
     step_bytes: dict[str, int]  # machine name -> bytes sent in a step, the maximum of machines with that name
     sent_bytes_per_s: float  # all machines together, snapshots included
     state_bytes: float  # memory of the largest stage, without activations

@@ -22,17 +22,17 @@ def choose_uncut(model: ModelProfile, machines: Sequence[Machine], batch_sizes: 
     if len(fit) < 2:
         return None
     left_out = tuple(machine.name for machine in machines if machine.memory_bytes < needed)
-    found = [replace(_of_fastest(model, fit, size), left_out=left_out) for size in batch_sizes]
-    fast_enough = FAST_ENOUGH * max(uncut.samples_per_s for uncut in found)
-    return next(uncut for uncut in found if uncut.samples_per_s >= fast_enough)
+    choices = [replace(_of_fastest(model, fit, size), left_out=left_out) for size in batch_sizes]
+    fast_enough = FAST_ENOUGH * max(uncut.samples_per_s for uncut in choices)
+    return next(uncut for uncut in choices if uncut.samples_per_s >= fast_enough)
 
 
 def _of_fastest(model: ModelProfile, machines: Sequence[Machine], size: int) -> Uncut:
     """Predict the speed of the fastest machines, as few as reach about the best speed of any number of them."""
     counts = cost_model.machine_counts([machine.flop_per_s for machine in machines], num_stages=1)
-    found = [_predict(model, machines[:count], size) for count in sorted(counts)]
-    nearly_best = SAME * max(uncut.samples_per_s for uncut in found)
-    best = next(uncut for uncut in found if uncut.samples_per_s >= nearly_best)
+    choices = [_predict(model, machines[:count], size) for count in sorted(counts)]
+    nearly_best = SAME * max(uncut.samples_per_s for uncut in choices)
+    best = next(uncut for uncut in choices if uncut.samples_per_s >= nearly_best)
     return replace(best, spared=tuple(machine.name for machine in machines[len(best.trainers) :]))
 
 

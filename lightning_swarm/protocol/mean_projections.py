@@ -69,11 +69,11 @@ def num_buckets(num_members: int) -> int:
 def check_shape(answer: PartProjections, num_members: int) -> None:
     """Refuse an answer with negative norms, or whose lengths do not match the number of members."""
     expected = num_members * num_buckets(num_members)
-    found = [len(answer.sums), len(answer.norms), len(answer.means), len(answer.parts), len(answer.given)]
-    if found != [expected] * 3 + [num_members] * 2:
+    lengths = [len(answer.sums), len(answer.norms), len(answer.means), len(answer.parts), len(answer.given)]
+    if lengths != [expected] * 3 + [num_members] * 2:
         raise ProtocolError(
             f"a projection of {num_members} parts must have {expected} numbers of each kind and {num_members} digests, "
-            f"got {found}"
+            f"got {lengths}"
         )
     negative = [norm for norm in (*answer.norms, answer.squared_norm) if norm < 0.0]
     if negative:

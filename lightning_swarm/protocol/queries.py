@@ -200,7 +200,7 @@ async def find_promised(
         return next((term for term, count in votes.items() if 2 * count > num_voters), None)
 
     voters = [voter.peer_id for voter in run.voters]
-    answers = await _ask_watch(transport, run, voters, lambda found: highest(found, len(voters)) is not None, GRACE_S)
+    answers = await _ask_watch(transport, run, voters, lambda known: highest(known, len(voters)) is not None, GRACE_S)
     if not answers:  # all voters that this peer knows may be gone, and any server may be a newer voter
         electorate = [peer for peer in run.servers if run.decides(peer)]
         answers = await _ask_watch(transport, run, electorate, lambda _: False, timeout)
@@ -211,9 +211,9 @@ async def is_superseded(transport: Transport, run: RunState, term: Term, *, time
     """Return whether so many voters promised higher terms that the coordinator of `term` has lost its majority."""
     voters = [voter.peer_id for voter in run.voters]
 
-    def is_certain(found: Mapping[PeerId, WatchReply]) -> bool:
-        lost = sum(reply.promised > term for reply in found.values())
-        return 2 * max(lost, len(found) - lost) > len(voters)
+    def is_certain(known: Mapping[PeerId, WatchReply]) -> bool:
+        lost = sum(reply.promised > term for reply in known.values())
+        return 2 * max(lost, len(known) - lost) > len(voters)
 
     answers = await _ask_watch(transport, run, voters, is_certain, timeout)
     # Half of the answers suffices, because the other half is no majority. Voters that do not answer are ignored.
@@ -304,8 +304,8 @@ def installed_version(package: str) -> str | None:
 @cache
 def _installed_versions() -> dict[str, str]:
     installed = {name: installed_version(name) for name in _PACKAGES}
-    found = {"Python": platform.python_version(), **{name: version for name, version in installed.items() if version}}
-    return {**found, "CPU": _kind_of_cpu()} if "torch" in found else found
+    versions = {"Python": platform.python_version(), **{name: text for name, text in installed.items() if text}}
+    return {**versions, "CPU": _kind_of_cpu()} if "torch" in versions else versions
 
 
 def _kind_of_cpu() -> str:

@@ -83,21 +83,21 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
 
 def leaves(tree: Tree) -> list[Tensor | Encoded]:
     """Return the tensors of a tree, in its order."""
-    found: list[Tensor | Encoded] = []
-    _collect(tree, found)
-    return found
+    tensors: list[Tensor | Encoded] = []
+    _collect(tree, tensors)
+    return tensors
 
 
-def _collect(tree: Tree, found: list[Tensor | Encoded]) -> None:
+def _collect(tree: Tree, into: list[Tensor | Encoded]) -> None:
     kind = type(tree)
     if kind is tuple or kind is list:
         for child in tree:
-            _collect(child, found)
+            _collect(child, into)
     elif kind is dict:
         for child in tree.values():
-            _collect(child, found)
+            _collect(child, into)
     elif isinstance(tree, (Tensor, Encoded)):
-        found.append(tree)
+        into.append(tree)
 
 
 def transform(tree: Tree, change: Callable[[Any], Tensor | Encoded]) -> Tree:

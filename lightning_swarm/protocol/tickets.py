@@ -16,7 +16,7 @@ from lightning_swarm.protocol.rpc import FETCH, WAIT, WithTensors
 
 _HOLD_S = 10.0  # seconds after which a long poll is answered even without tensors, so that dead consumers' polls end
 _MAX_UNPROMISED = 4096  # most unpromised names that one peer may wait for; no peer has more open calls
-_MAX_UNPROMISED_IN_ALL = 32_768  # the same for all peers together
+_MAX_UNPROMISED_IN_ALL = 32_768  # most unpromised names that all peers together may wait for
 _REPLY_MARGIN_S = 5.0  # seconds after the hold time when the consumer repeats an unanswered poll
 
 Readers = Callable[[PeerId, bytes | None], bool]

@@ -41,13 +41,13 @@ class TiedTensors:
 
     def slices(self, index: int, trained: Collection[str]) -> dict[str, slice]:
         """Locate the tied parameters in a stage's flat gradient, which has its trained parameters in manifest order."""
-        found, begin = {}, 0
+        slices, begin = {}, 0
         for name in self.trainable(index, trained):
             end = begin + self._sizes[index][name]
             if name in self._holders:
-                found[name] = slice(begin, end)
+                slices[name] = slice(begin, end)
             begin = end
-        return found
+        return slices
 
     def counted(self, index: int, trained: Collection[str]) -> list[slice]:
         """Locate the parts of a stage's gradient that count in its norm: tied parameters count in their first stage."""

@@ -177,16 +177,16 @@ class AveragingRounds:
             raise
         try:
             self._patience_s = min(request.patience_s, self._timeout)
-            found = await self._result(closing, late=request.late)
+            results = await self._result(closing, late=request.late)
         except AveragingFailed as error:
             missed, refusing = ([] if peer is None else [peer] for peer in (error.missed, error.refusing))
             return AverageReply(parts=[], failure=str(error), unreached=missed, refusing=refusing)
         self._sums.run.check_generation(closing.generation)
         self._sums.check_frozen(closing)
-        carried = {index: result.carried for index, result in found.items()}
-        given = {index: result.given for index, result in found.items()}
-        self.hold(closing, {index: result.mean for index, result in found.items()}, carried, given)
-        norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in found.items()]
+        carried = {index: result.carried for index, result in results.items()}
+        given = {index: result.given for index, result in results.items()}
+        self.hold(closing, {index: result.mean for index, result in results.items()}, carried, given)
+        norms = [PartNorm(stage_index=index, squared_norm=result.squared_norm) for index, result in results.items()]
         return AverageReply(parts=norms)
 
     async def _result(self, closing: Closing, *, late: bool) -> _StageResults:
@@ -208,7 +208,7 @@ class AveragingRounds:
                 await self.idle_link.wait()
             begin_s = now_s()
             ranks = await self._compute(lambda: sums.bind(closing, rosters))
-            found = await self._averaged(closing, run.ties, rosters, ranks)
+            results = await self._average_stages(closing, run.ties, rosters, ranks)
             self.idle_link.averaging_s = now_s() - begin_s
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
@@ -216,9 +216,9 @@ class AveragingRounds:
         finally:
             if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
                 self._tickets.drop(round_name(closing))  # the record was applied while this round ran
-        return found
+        return results
 
-    async def _averaged(
+    async def _average_stages(
         self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], ranks: Mapping[int, int]
     ) -> _StageResults:
         """Average each stage, and add the shares of tied parameters and the statistics of batch norms."""
@@ -229,16 +229,16 @@ class AveragingRounds:
             if stage.statistics:
                 offer_statistics(self._own_batch_statistics(closing, stage), stage.statistics.length, groups[index])
         averages = await gather(
-            self._average(closing, stages[index], groups[index], rank) for index, rank in ranks.items()
+            self._average_stage(closing, stages[index], groups[index], rank) for index, rank in ranks.items()
         )
-        found = dict(zip(ranks, averages, strict=True))
+        results = dict(zip(ranks, averages, strict=True))
         if ties:
-            found = await self._tied(ties, closing, rosters, *stages.values()).averaged(found, ranks)
-        for index, result in found.items():
+            results = await self._tied(ties, closing, rosters, *stages.values()).averaged(results, ranks)
+        for index, result in results.items():
             mean = await self._with_statistics(stages[index], closing, groups[index], ranks[index], result.mean)
-            found[index] = result._replace(mean=mean)
+            results[index] = result._replace(mean=mean)
             self._membership.oversight.rounds.offer(groups[index], mean)
-        return found
+        return results
 
     def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
         """Notify the other servers that this server offers nothing more in this round, so that they stop waiting."""
@@ -252,19 +252,19 @@ class AveragingRounds:
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
-    async def _average(self, closing: Closing, stage: Stage, group: Group, rank: int) -> AveragingResult:
+    async def _average_stage(self, closing: Closing, stage: Stage, group: Group, rank: int) -> AveragingResult:
         # Average in the units of the sums, whose scale keeps small gradients within the range of a narrow format.
         scale = closing.gradient_scale
-        found = await self._averager(stage).average(
+        result = await self._averager(stage).average(
             stage.sum_of(closing.step).values, closing.total_weight, group, rank, stage.generation.carried.times(scale)
         )
         if scale == 1.0:
-            return found
+            return result
         # Not in place, because the mean may still be in transit to other servers.
-        return found._replace(
-            mean=found.mean / scale,
-            squared_norm=found.squared_norm / scale / scale,
-            carried=found.carried.times(1.0 / scale),
+        return result._replace(
+            mean=result.mean / scale,
+            squared_norm=result.squared_norm / scale / scale,
+            carried=result.carried.times(1.0 / scale),
         )
 
     def _group(self, closing: Closing, index: int, roster: Sequence[Member]) -> Group:

@@ -153,7 +153,7 @@ class Computation:
         ]
         run_blocks = partial(self._watched, received, leaves, call)
         # Checking contents takes longer, and finds changes inside containers and on modules around the stage.
-        run = run_blocks(checks_contents=self._watch.is_first((mode.training, mode.grad)))
+        run = run_blocks(checks_contents=self._watch.note_kind((mode.training, mode.grad)))
         if self._watch.has_new_changes(run.changes):
             second = run_blocks(checks_contents=True)  # a second run shows which changes repeat
             self._watch.learn(run.changes, second.changes, same_output=same_trees(run.output, second.output))

@@ -105,7 +105,7 @@ class InlineExecutor(Executor):
         self._heap.clear()
 
     def _run_next(self) -> None:
-        if self._heap:  # otherwise `close` has emptied it
+        if self._heap:  # unless `close` has emptied it
             self._do(heapq.heappop(self._heap), NOMINAL_BUSY_S)
 
     def _do(self, job: _Job, took_s: float) -> None:

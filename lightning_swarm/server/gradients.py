@@ -452,7 +452,7 @@ class GradientSums:
     def _keep_assigned(self, run: RunState) -> None:
         """Release the stages, and their ledgers, that the run's rosters no longer assign to this server."""
         assigned = {index for index, roster in enumerate(run.rosters) if self._me in roster}
-        if assigned:  # otherwise this server is still joining, or was excluded and will rejoin with its stages
+        if assigned:  # a server without stages is still joining, or was excluded and will rejoin with them
             # New dicts, because the compute thread may be reading the old dicts.
             self.stages = {index: stage for index, stage in self.stages.items() if index in assigned}
             for opened in self._open.values():

@@ -67,7 +67,7 @@ class PendingWork:
         await cancel_and_wait(self.tasks.values())
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self.tasks.get(name) is task:  # otherwise it was cancelled and then sent again
+        if self.tasks.get(name) is task:  # unless the call was cancelled and then sent again
             del self.tasks[name]
 
     async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -141,7 +141,7 @@ class Server:
 
     async def _handle_release(self, caller: PeerId, request: ReleaseRequest) -> None:
         """Leave a run that rolls back, to be admitted to its next generation; the trainer here rolls back, too."""
-        if self.membership.has_run:  # otherwise this is a repeated call
+        if self.membership.has_run:  # unless the call is repeated
             self.membership.check_lead(caller, "releases its servers")
             self.membership.run.check_generation(request.generation)
             await self.release()

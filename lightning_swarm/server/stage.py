@@ -263,7 +263,7 @@ class Stage:
     # ------------------------------------------------------------------ a step
 
     def sum_of(self, step: int) -> GradientSum:
-        """Return the gradient sum of an open step."""
+        """Return the gradient sum of an open step, which the first call makes."""
         if step < self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; step {step} is decided")
         sums = self.generation.sums
@@ -358,7 +358,7 @@ class Stage:
         self._spare = self.generation.sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
-        synchronize(self.device)  # otherwise the next microbatch's time would include this
+        synchronize(self.device)  # so that the next microbatch's time does not include the step
 
     def fingerprint(self, challenge: int = 0) -> int:
         """Return a hash of weights, buffers and optimizer state; under a challenge other than 0, a proof."""
@@ -431,16 +431,16 @@ class Stage:
 
     def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this stage's own weights; refuse `weights` that differ in name, shape or dtype."""
-        own = self.weights()
-        if own.keys() != weights.keys():
-            raise ProtocolError(f"stage {self.index} has the weights {sorted(own)}, got {sorted(weights)}")
-        for name, tensor in own.items():
+        present = self.weights()
+        if present.keys() != weights.keys():
+            raise ProtocolError(f"stage {self.index} has the weights {sorted(present)}, got {sorted(weights)}")
+        for name, tensor in present.items():
             if (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
                 raise ProtocolError(
                     f"`{name}` has shape {tuple(tensor.shape)} and {tensor.dtype}, "
                     f"got {tuple(weights[name].shape)} and {weights[name].dtype}"
                 )
-        return own
+        return present
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Load optimizer state, bit for bit as `StageOptimizer.state` returned it; refuse another stage's state."""

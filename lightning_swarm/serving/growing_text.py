@@ -169,7 +169,7 @@ class GrowingText:
         return self._last(outputs)
 
     def inputs(self) -> dict[str, Any]:
-        """Return the arguments of the forward of the newest token."""
+        """Return the arguments of the newest token's forward, once the steps of joint forwards are counted."""
         if self._num_behind:
             num_behind, self._num_behind = self._num_behind, 0
             self._kwargs = self.model._update_model_kwargs_for_generation({}, self._kwargs, num_new_tokens=num_behind)

@@ -84,7 +84,7 @@ class AnswerForm:
         return []
 
     def take(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
-        """Return the chunk of a text's next piece."""
+        """Add a piece to its text, and return the piece's chunk."""
         chunk = self._piece_chunk(self._choices[index], piece)
         self._choices[index].add(piece)
         return [chunk]

@@ -166,7 +166,7 @@ class ResponseForm:
         return [self._whole_event(f"response.{kind}", "in_progress") for kind in ("created", "in_progress")]
 
     def take(self, _: int, piece: TextPiece) -> list[dict[str, Any]]:
-        """Return the events of a piece."""
+        """Add a piece to the response, and return the piece's events."""
         events = list[dict[str, Any]]()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
             if text:

@@ -73,7 +73,7 @@ class StopFinder:
     def take(self, text: str) -> str:
         """Append more text, and return the part that is certainly in no stop string."""
         self._held += text
-        matches = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        matches = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
         if matches:
             self.has_stop = True
             start, stop = min(matches)

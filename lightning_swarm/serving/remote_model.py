@@ -157,7 +157,7 @@ class ServedModelClient:
         except ImportError as error:
             raise ConfigError("adapters need peft. Install it: `pip install 'lightning-swarm[tune]'`.") from error
         try:
-            if not Path(folder, "adapter_config.json").is_file():  # otherwise peft would download it from the Hub
+            if not Path(folder, "adapter_config.json").is_file():  # peft would download a missing one from the Hub
                 raise FileNotFoundError("it has no adapter_config.json")
             check_kind(peft.PeftConfig.from_pretrained(str(folder)))
             with warnings.catch_warnings():

@@ -147,7 +147,7 @@ class ModelServer:
         return dataclasses.replace(stage, adapter=adapter, layers=tuned.layers)
 
     def tuned_stage(self, model: str, index: int) -> TunedStage:
-        """Return a stage for tuning; raise if it is not here."""
+        """Return a stage for tuning, which is made at the first call; raise if the stage is not here."""
         self._check_model(model)
         stage = self._stages.get(index)
         if stage is None:

@@ -162,7 +162,7 @@ class _JsonEnd:
         self.is_complete = False
 
     def find(self, text: str) -> int:
-        """Return the number of the text's characters that belong to the object."""
+        """Read more of the text, and return how many of its characters belong to the object."""
         for position, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

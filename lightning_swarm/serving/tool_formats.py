@@ -119,7 +119,7 @@ def grammar_with_calls(form: CallFormat, fields: Chat, special: Mapping[str, int
             return " ".join(token(part) if part in special else quoted(part) for part in parts if part) or '""'
 
         may_repeat = form.separator and fields.may_call_many
-        more = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if may_repeat else ""
+        further_calls = f"({literal(form.separator)} call){{0,{_MAX_CALLS - 1}}}" if may_repeat else ""
         prefix = f"{token(form.prefix)}?" if form.prefix in special else ""
         blank = '" "?' if form.opening else ""  # some tokenizers of the family insert a blank here
         calls = [
@@ -129,7 +129,7 @@ def grammar_with_calls(form: CallFormat, fields: Chat, special: Mapping[str, int
         lines = [
             "%llguidance {}",
             *_start(form, fields, literal(form.marker), answer_rule, is_token=form.marker in special),
-            f"calls: {prefix} {blank} {literal(form.opening)} call {more} {literal(form.closing)}",
+            f"calls: {prefix} {blank} {literal(form.opening)} call {further_calls} {literal(form.closing)}",
             f"call: {' | '.join(f'call_{index}' for index in range(len(names)))}",
             *calls,
         ]

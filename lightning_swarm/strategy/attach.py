@@ -134,7 +134,7 @@ class AttachStrategy(_SingleDeviceStrategy):
 
     @override
     def teardown(self) -> None:
-        with changed(self, _lightning_module=None):  # otherwise the base class moves the module to the CPU
+        with changed(self, _lightning_module=None):  # so that the base class does not move the module to the CPU
             super().teardown()
 
     def _served_names(self) -> set[str]:

@@ -191,7 +191,7 @@ class Checkpoints:
         self.files: CheckpointFiles | None = None  # set at the lead during training, if `writes_files`
         self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
         self.known_peers: Any = None  # entry `_PEERS` of that checkpoint, until a run has begun with it
-        self._peers_of_newest_run: dict[str, Any] | None = None  # the same entry for the newest run's checkpoints
+        self._peers_of_newest_run: dict[str, Any] | None = None  # entry `_PEERS` of the newest run's checkpoints
         self._folder: ShardedCheckpoint | None = None  # the loaded checkpoint, if it is sharded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run

@@ -90,8 +90,8 @@ def reseed(rank: int) -> None:
 
 def set_default_dtype(precision: Precision) -> Callable[[], None]:
     """Set torch's default dtype to the dtype of `precision`. The returned function restores the former dtype."""
-    # Otherwise `precision` sets the process's dtype for each forward, and the threads of a server and of the trainer
-    # would restore each other's values.
+    # If `precision` set the process's dtype for each forward, the threads of a server and of the trainer would restore
+    # each other's values.
     former = torch.get_default_dtype()
     with precision.forward_context():
         dtype = torch.get_default_dtype()

@@ -133,12 +133,12 @@ def _reduced(
 
 def computed_of(metric: Metric, contents: MetricContents) -> object:
     """Compute a metric's value from the given contents. The metric keeps its own."""
-    own = take(metric)
+    kept = take(metric)
     put(metric, contents)
     try:
         return metric.compute()
     finally:
-        put(metric, own)
+        put(metric, kept)
 
 
 def check_alike(metric: Metric, own: MetricContents, other: MetricContents) -> None:

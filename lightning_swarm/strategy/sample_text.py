@@ -108,7 +108,7 @@ class SampleText(_Callback):
         self.samples: list[Sample] = []
         self._tokenizer, self._max_new_tokens, self._seed = tokenizer, max_new_tokens, seed
         self._generate, self._options = generate, options
-        self._answers = answers
+        self._answers_requests = answers
         self._requests: TextRequests | None = None  # set during training if this process leads a swarm and answers
         self._newest_step = 0  # the newest step that has ended
 
@@ -123,7 +123,7 @@ class SampleText(_Callback):
         self._newest_step = trainer.global_step
         self.samples = [sample for sample in self.samples if sample.step <= self._newest_step]
         peer = getattr(trainer.strategy, "peer", None)  # None in a plain Trainer
-        if self._answers and trainer.is_global_zero and peer is not None:
+        if self._answers_requests and trainer.is_global_zero and peer is not None:
             self._requests = peer.text_requests
             self._requests.is_open = True
 

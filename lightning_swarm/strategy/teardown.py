@@ -48,12 +48,9 @@ def handle_exception(strategy: SwarmStrategy, exception: BaseException) -> None:
 
 def _resume_advice(trainer: Trainer) -> str:
     """Advise the user of a failed run to resume from its newest checkpoint."""
-    saved = {
-        Path(path)
-        for callback in trainer.checkpoint_callbacks
-        for name in ("last_model_path", "best_model_path")
-        if (path := getattr(callback, name, "")) and Path(path).exists()
-    }
+    names = ("last_model_path", "best_model_path")
+    paths = [getattr(callback, name, "") for callback in trainer.checkpoint_callbacks for name in names]
+    saved = {Path(path) for path in paths if path and Path(path).exists()}
     if not saved:
         return "This run has no checkpoint to resume from: start it again, with a ModelCheckpoint."
     newest = max(saved, key=lambda path: path.stat().st_mtime)

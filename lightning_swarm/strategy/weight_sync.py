@@ -73,7 +73,7 @@ class ModuleWeights:
     @property
     def gathered(self) -> Sequence[Tensor]:
         """Return the tensors that were gathered for the newest checkpoint, which nothing else refers to."""
-        return [tensor for reference in self._gathered if (tensor := reference()) is not None]
+        return [tensor for tensor in (reference() for reference in self._gathered) if tensor is not None]
 
     def complete(self, state_dict: dict[str, Any], names: Mapping[str, str]) -> None:
         """Fill the module's state dict with the last step's weights; `names`: its keys -> the tensors' first names."""

@@ -149,7 +149,7 @@ class InMemoryStrategy(_SwarmStrategy):
     def start_run(self, trainer: Trainer, model: PeerModel, selection: Selection | None) -> Session:
         # Peers that joined later have no copy in `_copies`.
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
-            if peer.server is None:  # otherwise the peer has served since before a rollback
+            if peer.server is None:  # unless the peer has served since before a rollback
                 peer.serve(self._set_up_model(module, trainer))
                 if self.config.settings.rebalancing != "none":  # the peer may have to move to another stage
                     peer.runtime.run(self.spawn(self._serve_run(peer)))

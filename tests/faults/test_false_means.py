@@ -122,7 +122,7 @@ class FalseMeanSwarm(FaultySwarm):
             return changed(message, change) if name.startswith("reduced") and self.lies_now else message
 
         self._gives(lie)
-        average = rounds._average
+        average = rounds._average_stage
 
         async def averaged(closing: Any, stage: Any, group: Group, place: int) -> Any:
             found = await average(closing, stage, group, place)
@@ -132,7 +132,7 @@ class FalseMeanSwarm(FaultySwarm):
                 found = found._replace(mean=mean)
             return found
 
-        rounds._average = averaged
+        rounds._average_stage = averaged
 
     def gives_other_parts(self, change: Change) -> None:
         """Falsify the parts of its sum that it sends to other reducers."""

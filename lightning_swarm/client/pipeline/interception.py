@@ -323,7 +323,7 @@ class Interception:
     def __init__(self, blocks: Blocks, calls: BlockChain | Callable[..., Any]) -> None:
         self.removed = False
         self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
-        self._replaced: list[tuple[nn.Module, dict[str, Any]]] = []  # (module, its `forward` attribute, if any)
+        self._originals: list[tuple[nn.Module, dict[str, Any]]] = []  # (module, its `forward` attribute, if any)
         self._chain: BlockChain | None = None
         if not isinstance(calls, BlockChain):
             self._replace(blocks.root, functools.partial(_call_whole, _registrations(blocks), calls))
@@ -337,7 +337,7 @@ class Interception:
 
     def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
         # Not `setattr`, which a compiled module passes on to the module that it wraps.
-        self._replaced.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
+        self._originals.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
         vars(module)["forward"] = _ForwardOverride(module.forward, call, self)
 
     def remove(self) -> None:
@@ -347,8 +347,8 @@ class Interception:
             self._chain.restore()
         while self._guards:
             self._guards.pop().remove()
-        while self._replaced:
-            module, former = self._replaced.pop()
+        while self._originals:
+            module, former = self._originals.pop()
             vars(module).pop("forward", None)
             vars(module).update(former)
 

@@ -196,7 +196,7 @@ class BackwardRecovery(Recovery):
             self.backwards.add(stage)
             if isinstance(failure.error, InputMissing):
                 self._note_replaced(self._separate(failure, [stage - 1] if stage else []))
-        elif isinstance(failure.error, DeadlineExceeded) and await self._has_added_late(failure):
+        elif isinstance(failure.error, DeadlineExceeded) and await self._cancel_late(failure):
             self.backwards.add(stage)  # the receipt counts, but the cancel dropped the gradient for the stage before
         else:
             await self._replace(failure)
@@ -211,8 +211,8 @@ class BackwardRecovery(Recovery):
         if stage < self.calls.first_backward_stage:
             self.forwards.update(range(stage + 1))
 
-    async def _has_added_late(self, failure: StageCallFailed) -> bool:
-        """Cancel a late call; return True if its gradient is already in the sum. A peer late twice counts as gone."""
+    async def _cancel_late(self, failure: StageCallFailed) -> bool:
+        """Cancel a late call once; return True if its gradient is in the sum. A peer late twice counts as gone."""
         late = (failure.stage, failure.peer)
         if late in self._late or self.calls.peer(failure.stage) != failure.peer:
             return False

@@ -251,7 +251,7 @@ class StageRouter:
         """Correct a peer's rate, and its expected work, by the measured time of a forward."""
         load.num_done += 1
         charge.forward_s, charge.expected_s = forward_s, forward_s / (self._forward_share.value or _FORWARD_SHARE)
-        self._measure(load, charge.num_samples / charge.expected_s)
+        self._update_rate(load, charge.num_samples / charge.expected_s)
         if charge.left_s is not None:
             former_s, charge.left_s = charge.left_s, charge.expected_s - forward_s
             if charge.roster == self._roster:
@@ -275,7 +275,7 @@ class StageRouter:
         load.num_failures, load.queued, load.ejected_until_s = 0, queued, None
         load.waiting.measure(min(max(queued - load.num_under_way, 0), _MAX_WAITING))
         load.num_done += charge.forward_s is None
-        self._measure(load, charge.num_samples / busy_s)
+        self._update_rate(load, charge.num_samples / busy_s)
         self._put_back(charge.peer, load)
         if charge.forward_s is not None:
             self._forward_share.measure(min(max(charge.forward_s / busy_s, _LEAST_SHARE), 1.0))
@@ -287,7 +287,7 @@ class StageRouter:
             self._knows_slow_peers = True
             self._sort()
 
-    def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
+    def _update_rate(self, load: PeerLoad, samples_per_s: float) -> None:
         self._count(load, -1)
         load.rate.measure(samples_per_s)
         self._count(load, 1)

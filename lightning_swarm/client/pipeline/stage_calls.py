@@ -312,7 +312,7 @@ class StageCalls:
         raise error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
-        """Return the error to raise for a refusal: the server's own error only if no other server may do better."""
+        """Count a refusal, and return its error: the server's own error only if no other server may do better."""
         refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
         self._num_refusals += 1

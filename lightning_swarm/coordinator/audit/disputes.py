@@ -86,12 +86,11 @@ class ClaimedWork:
         """Return the microbatches that an auditor computed from their claimed inputs."""
         with_other_origin = self.with_other_origin(finding)
         # The auditor's claims show the inputs that it used. The audited server may have sent it other inputs.
+        inputs_used = {receipt: (claim.input, claim.output_gradient) for receipt, claim in finding.claims.items()}
         return [
             receipt
             for receipt, claim in self.claims.items()
-            if (computed := finding.claims.get(receipt)) is not None
-            and (computed.input, computed.output_gradient) == (claim.input, claim.output_gradient)
-            and receipt[0] not in with_other_origin
+            if inputs_used.get(receipt) == (claim.input, claim.output_gradient) and receipt[0] not in with_other_origin
         ]
 
     def with_other_origin(self, finding: AuditResult) -> set[int]:

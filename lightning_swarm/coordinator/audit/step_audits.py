@@ -92,9 +92,9 @@ class StepAudits(StepOversight):
         self._codec_bits = min(bits, default=None)  # bits of an element in transit; None: no codec
         self._step = step
         self._trained = trained  # names of the parameters that the step trains
-        self._audits = AuditOrders(servers, step, context.generation)
+        self._orders = AuditOrders(servers, step, context.generation)
         # Knowledge from earlier steps, which `AuditMemory` explains.
-        self._standing, self._disputes, self._contested = memory.standing, memory.disputes, memory.contested
+        self._standing, self._num_disputes, self._contested = memory.standing, memory.disputes, memory.contested
         self._silences, self._refuted, self._unrepeatable = memory.silences, memory.refuted, memory.unrepeatable
         self._passed: dict[Unit, tuple[object, ...]] = {}  # unit -> its server's reports when it passed
         self._auditors: dict[Unit, PeerId] = {}  # unit that passed -> server that found its claims true
@@ -139,7 +139,7 @@ class StepAudits(StepOversight):
         if not fresh or verdict.failed:
             return verdict
         seed = draw_challenge()
-        sums, verdict.failed = await self._audits.sketch(examined.ledgers, round_, seed)
+        sums, verdict.failed = await self._orders.sketch(examined.ledgers, round_, seed)
         if verdict.failed:
             return self._distrust_failed(verdict)
         self.sum_sketches = defaultdict(list, {unit: [(seed, sum_sketch)] for unit, sum_sketch in sums.items()})
@@ -147,7 +147,7 @@ class StepAudits(StepOversight):
         screenings = self.screen.screen(examined.claims, sums)
         suspects = {Unit(stage, peer) for stage, screening in screenings.items() for peer in screening.suspects} & fresh
         disagreements = disagreeing(examined.claims)
-        results = await self._audits.results()
+        results = await self._orders.results()
         contested = self._compare_results(examined, results, disagreements, verdict)
         self._due |= fresh & suspects.union(contested, self._drawn(fresh), *disagreements.values())
         passed = await self._audit_due(examined, fresh, suspects, verdict)
@@ -279,7 +279,7 @@ class StepAudits(StepOversight):
         # The coordinator's own server is not audited, because it is a keeper's, and keepers are trusted.
         audited = sorted(unit for unit in units if unit.peer != self._own and examined.claims[unit])
         assignments = self._assign(examined, audited, verdict)
-        results = await self._audits.audit(assignments, examined.round)
+        results = await self._orders.audit(assignments, examined.round)
         self._record_results(results, verdict)
         passed = set()
         for assignment in assignments:
@@ -309,7 +309,7 @@ class StepAudits(StepOversight):
             if not others or (self._own not in others and lots.random() < _OWN_SHARE):
                 others = [self._own]
             auditor = min(lots.sample(others, len(others)), key=lambda peer: loads[peer])
-            if self._disputes[_pair(unit, auditor)] >= MAX_UNPROVEN:
+            if self._num_disputes[_pair(unit, auditor)] >= MAX_UNPROVEN:
                 auditor = self._own  # drawing again would let the audited server replace all honest auditors
             loads[auditor] += len(examined.claims[unit])
             assignments.append(self._assignment(examined, unit, auditor))
@@ -380,7 +380,7 @@ class StepAudits(StepOversight):
     ) -> tuple[Assignment, AuditResults]:
         """Have the coordinator's own server audit a unit."""
         own_assignment = self._assignment(examined, unit, self._own)
-        own_results = await self._audits.audit([own_assignment], examined.round)
+        own_results = await self._orders.audit([own_assignment], examined.round)
         self._record_results(own_results, verdict)
         return own_assignment, own_results
 
@@ -390,7 +390,7 @@ class StepAudits(StepOversight):
         """Return whether the coordinator's server repeats its bits; if not, record its kind as unrepeatable."""
         unit = own_assignment.unit
         claimed = examined.claimed_work(unit)
-        second_results = await self._audits.audit([own_assignment], examined.round)
+        second_results = await self._orders.audit([own_assignment], examined.round)
         pair = [results.findings.get((unit, self._own)) for results in (own_results, second_results)]
         findings = [finding for finding in pair if finding is not None and claimed.has_claimed_inputs(finding)]
         digests = {(finding.sum_digest, frozenset(finding.claims.items())) for finding in findings}
@@ -415,7 +415,7 @@ class StepAudits(StepOversight):
         # The seed of the first audit is used again, so that the audited server need not send another sketch of its sum,
         # which might be of another sum.
         unit, own_pair = assignment.unit, (assignment.unit, self._own)
-        own_findings, _ = await self._audits.ask_findings(own_results.order_id, [own_pair], results.seed)
+        own_findings, _ = await self._orders.ask_findings(own_results.order_id, [own_pair], results.seed)
         own_finding, sum_sketch = own_findings.get(own_pair), results.sums.get(unit)
         finding = results.findings.get((unit, assignment.auditor))
         if own_finding is None or finding is None or sum_sketch is None:
@@ -449,7 +449,7 @@ class StepAudits(StepOversight):
             if number > MAX_REFUTED:
                 verdict.convicted[accuser] = f"{reason}; this is the {number}th step with a false accusation"
         else:
-            self._disputes[_pair(unit, accuser)] += 1
+            self._num_disputes[_pair(unit, accuser)] += 1
             self._dispute(unit, f"{accuser} got other results or other inputs, but {self._own} did not")
 
     def _apply_own_finding(
@@ -518,7 +518,7 @@ class StepAudits(StepOversight):
             self._contest(unit, firsts, examined, verdict)
         sizes = Counter(unit.stage_index for unit in examined.ledgers if unit.peer not in verdict.failed)
         for pair, receipts in sorted(pairs.items(), key=lambda item: sorted(item[0])):
-            self._disputes[pair] += 1
+            self._num_disputes[pair] += 1
             names = " and ".join(unit.peer for unit in sorted(pair))
             self._events.note(
                 "disputed",
@@ -532,7 +532,7 @@ class StepAudits(StepOversight):
             # Exclude both servers the second time, or batches would run again forever. If one of them is excluded
             # already, with another server, that suffices.
             are_present = verdict.failed.keys().isdisjoint(unit.peer for unit in pair)
-            if self._disputes[pair] > 1 and are_present and all(sizes[unit.stage_index] > 1 for unit in pair):
+            if self._num_disputes[pair] > 1 and are_present and all(sizes[unit.stage_index] > 1 for unit in pair):
                 sizes.subtract(unit.stage_index for unit in pair if unit.peer != self._own)
                 self._exclude(others, min(pair), f"{names} contradict each other for the second time", verdict)
 

@@ -263,7 +263,7 @@ class OpenStep:
 
     def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
         """Withdraw a batch, and return its place; if it is `dropped`, no trainer brings it again."""
-        if (lease, trainer) not in self._withdrawn:  # otherwise, the report is repeated
+        if (lease, trainer) not in self._withdrawn:  # the report is not a repeated one
             batch = self._leased(lease, trainer)
             if dropped and batch.batch is not None:
                 self._dropped.add(batch.batch)

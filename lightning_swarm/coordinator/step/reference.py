@@ -192,8 +192,8 @@ def _differing_tensors(ledgers: Sequence[ServerLedger]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(map(repr, names[:_MAX_NAMED]))}{more}"
+    omitted = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(map(repr, names[:_MAX_NAMED]))}{omitted}"
 
 
 def differences(gone: Mapping[PeerId, SwarmError]) -> dict[PeerId, str]:

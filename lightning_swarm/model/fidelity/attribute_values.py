@@ -91,8 +91,8 @@ def copy_containers(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 def is_comparable(value: object) -> bool:
     """Return whether a value consists of numbers and strings, in containers of limited depth and size."""
-    found = list(islice(_are_scalars(value, _MAX_DEPTH), _MAX_LENGTH + 1))
-    return len(found) <= _MAX_LENGTH and all(found)
+    are_scalars = list(islice(_are_scalars(value, _MAX_DEPTH), _MAX_LENGTH + 1))
+    return len(are_scalars) <= _MAX_LENGTH and all(are_scalars)
 
 
 def _are_scalars(value: Any, depth: int) -> Iterator[bool]:

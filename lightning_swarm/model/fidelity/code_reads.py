@@ -119,40 +119,40 @@ def defaults_of(function: FunctionType) -> dict[str, Any]:
 
 def functions_of(module: nn.Module) -> list[FunctionType]:
     """Return the user functions that a module may run: its methods and attributes, and the functions that they call."""
-    own = [value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES]
+    attributes = [value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES]
     classes = [kind for kind in type(module).__mro__ if is_users(kind.__module__)]
     methods = (value for kind in classes for name, value in vars(kind).items() if name != "__init__")  # it has run
-    return _collected([*methods, *own])
+    return _collected([*methods, *attributes])
 
 
 def methods_of(value: object, names: Collection[str]) -> list[FunctionType]:
     """Return a user class's methods and properties of these names, and the functions that they call."""
-    kind, found = type(value), list[FunctionType]()
+    kind, methods = type(value), list[FunctionType]()
     for _ in range(_MAX_DEPTH if is_users(kind.__module__) else 0):
-        known, found = found, _collected(inspect.getattr_static(kind, name, None) for name in sorted(names))
-        if len(found) == len(known):
+        known, methods = methods, _collected(inspect.getattr_static(kind, name, None) for name in sorted(names))
+        if len(methods) == len(known):
             break
-        names = frozenset(names).union(*(reads(function.__code__).attributes for function in found))
-    return found
+        names = frozenset(names).union(*(reads(method.__code__).attributes for method in methods))
+    return methods
 
 
 def _collected(values: Iterable[Any]) -> list[FunctionType]:
-    found: dict[CodeType, FunctionType] = {}
+    functions: dict[CodeType, FunctionType] = {}
     for value in values:
-        _collect(value, found, _MAX_DEPTH)
-    return list(found.values())
+        _collect(value, functions, _MAX_DEPTH)
+    return list(functions.values())
 
 
-def _collect(value: Any, found: dict[CodeType, FunctionType], depth: int) -> None:
+def _collect(value: Any, into: dict[CodeType, FunctionType], depth: int) -> None:
     """Add a function, and the functions that it calls through globals or closure variables."""
     for function in _called(value):
-        if function.__code__ in found or not depth or not is_users(function.__module__):
+        if function.__code__ in into or not depth or not is_users(function.__module__):
             continue
-        found[function.__code__] = function
+        into[function.__code__] = function
         cells = cells_of(function)
         called = [function.__globals__.get(name) for name in reads(function.__code__).globals]
         for other in (*called, *(Cells(cells)[name] for name in cells)):
-            _collect(other, found, depth - 1)
+            _collect(other, into, depth - 1)
 
 
 def _called(value: Any) -> Iterator[FunctionType]:

@@ -82,8 +82,8 @@ def observes(hook: Any) -> bool:
 
 def _stores_or_logs(hook: Any, function: FunctionType, code: Sequence[dis.Instruction]) -> bool:
     """Return whether a hook is a lambda that prints, or calls one of `_CONTAINER_METHODS` of a container or logger."""
-    found = inspect.getclosurevars(function)
-    known = {**found.builtins, **found.globals, **found.nonlocals}
+    variables = inspect.getclosurevars(function)
+    known = {**variables.builtins, **variables.globals, **variables.nonlocals}
     owner = getattr(hook, "__self__", None)
     if owner is not None:
         known[function.__code__.co_varnames[0]] = owner
@@ -160,8 +160,7 @@ def _observing(module: nn.Module) -> tuple[list[tuple[int, Any]], list[tuple[int
 def _check_order(name: str, module: nn.Module) -> None:
     """Refuse an observing hook before a changing one, because servers record values after all hooks."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
-        own = [hook for _, hook in _user_hooks(hooks)]
-        for first, then in itertools.pairwise(own):
+        for first, then in itertools.pairwise(hook for _, hook in _user_hooks(hooks)):
             if observes(first) and not observes(then):
                 raise ConfigError(
                     f"hooks that observe a layer must come after those that change its values: got {_name(first)} "
@@ -217,9 +216,9 @@ def recording(modules: Mapping[str, nn.Module], description: Any, stage: int) ->
         yield {}
         return
     observed, changing = _checked(description, modules)
-    own = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
-    if own != changing:
-        names = sorted(name for name in own.keys() | changing.keys() if own.get(name) != changing.get(name))
+    here = {name: number for name, module in hooked.items() if (number := _num_changing(module))}
+    if here != changing:
+        names = sorted(name for name in here.keys() | changing.keys() if here.get(name) != changing.get(name))
         raise ConfigError(
             f"a hook that changes a value must be on every peer's module, but the trainer and a server have different "
             f"hooks on {names[:5]}. Register it in `__init__` or `configure_model`, for the whole run."
@@ -291,14 +290,13 @@ class _Recorder:
 
 def _without_observing(module: nn.Module, recorder: _Recorder | None) -> contextlib.AbstractContextManager[None]:
     """Return a context without a module's observing hooks, in which its calls are recorded if there is a recorder."""
-    own = module._forward_hooks, module._forward_pre_hooks
     forward, before = ({key for key, _ in hooks} for hooks in _observing(module))
     hooks: OrderedDict[int, Any] = OrderedDict(
         (key, _must_return(hook) if is_users(hook) and key not in module._forward_hooks_with_kwargs else hook)
-        for key, hook in own[0].items()
+        for key, hook in module._forward_hooks.items()
         if key not in forward
     )
-    pre_hooks = OrderedDict((key, hook) for key, hook in own[1].items() if key not in before)
+    pre_hooks = OrderedDict((key, hook) for key, hook in module._forward_pre_hooks.items() if key not in before)
     if recorder is not None:
         hooks[-1], pre_hooks[-1] = recorder.end, recorder.begin
     return changed(module, _forward_hooks=hooks, _forward_pre_hooks=pre_hooks)

@@ -55,21 +55,21 @@ class Left:
         """
         tensors = serialization.flatten(output)[1]
         output_containers = {id(container) for _, container in containers(output)}
-        found: dict[int, list[str]] = {
+        holders: dict[int, list[str]] = {
             index: [name for name, other in held_elsewhere if overlap(tensor, other)]
             for index, tensor in enumerate(tensors)
         }
         for (index, tensor), (_, other) in itertools.permutations(enumerate(tensors), 2):
             if overlap(tensor, other):
-                found[index].append("another part of its output")
+                holders[index].append("another part of its output")
         for name, value in self._described():
             if any(id(container) in output_containers for _, container in containers(value)):
-                found.setdefault(_CONTAINERS_INDEX, []).append(name)
+                holders.setdefault(_CONTAINERS_INDEX, []).append(name)
             for index, tensor in enumerate(tensors):
                 if any(overlap(tensor, other) for other in serialization.flatten(value)[1]):
-                    found[index].append(name)
-        if any(found.values()):
-            self.others[_ALIASES] = {str(index): names for index, names in found.items() if names}
+                    holders[index].append(name)
+        if any(holders.values()):
+            self.others[_ALIASES] = {str(index): names for index, names in holders.items() if names}
 
     def _described(self) -> Iterator[tuple[str, Tree]]:
         for values in (self.differentiable, self.others):
@@ -79,10 +79,10 @@ class Left:
 
     def take_aliases(self) -> dict[int, list[str]]:
         """Remove and return the result of `note_aliases`: names by the tensors' indices; -1 for lists and dicts."""
-        found = self.others.pop(_ALIASES, {})
-        if not all(index.removeprefix("-").isdecimal() and isinstance(names, list) for index, names in found.items()):
+        aliases = self.others.pop(_ALIASES, {})
+        if not all(index.removeprefix("-").isdecimal() and isinstance(names, list) for index, names in aliases.items()):
             raise ProtocolError("the aliases of an output must be lists of names by the indices of its tensors")
-        return {int(index): list(map(str, names)) for index, names in found.items()}
+        return {int(index): list(map(str, names)) for index, names in aliases.items()}
 
     def drop(self, module: str, attribute: str) -> None:
         """Remove a value, because a later stage left another value there."""
@@ -160,8 +160,8 @@ class ForwardWatch:
         self._constants: set[tuple[int, str]] = set()  # attributes that each forward sets to equal constants
         self._seen_kinds: set[object] = set()  # kinds of forwards
 
-    def is_first(self, kind: object) -> bool:
-        """Return whether this is the first forward of its kind."""
+    def note_kind(self, kind: object) -> bool:
+        """Record the kind of a forward, and return whether it is the first of its kind."""
         is_first = kind not in self._seen_kinds
         self._seen_kinds.add(kind)
         return is_first
@@ -177,7 +177,7 @@ class ForwardWatch:
 
     def changes(self, before: _Snapshot) -> Changes:
         """Return the changes since a snapshot."""
-        found: Changes = {}
+        changes: Changes = {}
         for index, state in enumerate(before.states):
             module = self._modules[index]
             own = vars(module) if not module._buffers else _state(module)
@@ -194,8 +194,8 @@ class ForwardWatch:
                     if len(now_in) == len(old_in) and all(map(operator.is_, now_in, old_in)):
                         continue
                 if old is value or not _equal_constants(old, value):
-                    found[index, key] = ValueChange(old, value)
-        return found
+                    changes[index, key] = ValueChange(old, value)
+        return changes
 
     def has_new_changes(self, changes: Changes) -> bool:
         """Return whether attributes changed that `learn` has not classified yet."""

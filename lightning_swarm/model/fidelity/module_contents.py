@@ -37,14 +37,11 @@ class Contents:
 
     def __init__(self, attributes: Iterable[tuple[str, str, Any]]) -> None:
         """Record the contents of attributes, each given as the module's title, the attribute's name and its value."""
-        found = {id(value): (title, name, value) for title, name, value in attributes}.values()
-        self._arrays = [
-            _Held(title, name, value, first)
-            for title, name, value in found
-            if (first := _array_state(value)) is not None
-        ]
+        distinct = {id(value): (title, name, value) for title, name, value in attributes}.values()
+        held = [_Held(title, name, value, _array_state(value)) for title, name, value in distinct]
+        self._arrays = [array for array in held if array.first is not None]
         self._objects: list[_Held] = []
-        for title, name, settings in (nested for item in found for nested in _nested(*item)):
+        for title, name, settings in (nested for item in distinct for nested in _nested(*item)):
             # Settings that are None or empty at first may be filled in when a model runs.
             first = {
                 key: copy_containers(item)
@@ -57,15 +54,15 @@ class Contents:
 
     def changed(self) -> list[tuple[str, str, Any]]:
         """Return the changes, each as the module's title, the attribute's name and its present value."""
-        found = [(h.title, h.name, h.value) for h in self._arrays if _array_state(h.value) != h.first]
+        changes = [(h.title, h.name, h.value) for h in self._arrays if _array_state(h.value) != h.first]
         if not self._comparison.holds():
             for held in self._objects:
-                found += [
+                changes += [
                     (held.title, f"{held.name}.{key}", held.value.get(key))
                     for key, value in held.first.items()
                     if key not in held.value or not same(held.value[key], value)
                 ]
-        return found
+        return changes
 
 
 def _array_state(value: Any) -> Any:
@@ -92,7 +89,7 @@ def _settings(value: Any) -> dict[Any, Any]:
     """Return an object's settings: its attributes, or the object itself if it is a dict; empty for library objects."""
     if isinstance(value, dict):
         return value
-    own = getattr(value, "__dict__", None)
-    if isinstance(value, NO_SETTINGS) or type(own) is not dict:
+    settings = getattr(value, "__dict__", None)
+    if isinstance(value, NO_SETTINGS) or type(settings) is not dict:
         return {}
-    return {} if is_in_packages(_LIBRARIES, type(value).__module__) else own
+    return {} if is_in_packages(_LIBRARIES, type(value).__module__) else settings

@@ -62,8 +62,8 @@ def _first_of(module: nn.Module) -> _FirstValues:
 
 
 def _class_values(kind: type) -> dict[str, Any]:
-    own = (item for base in reversed(_classes(kind)) for item in _attributes(vars(base)))
-    return {name: copy_containers(value) for name, value in own if is_plain(value)}
+    attributes = (item for base in reversed(_classes(kind)) for item in _attributes(vars(base)))
+    return {name: copy_containers(value) for name, value in attributes if is_plain(value)}
 
 
 def _classes(kind: type) -> list[type]:
@@ -112,14 +112,14 @@ def built_values(module: nn.Module) -> dict[str, Any]:
 
 def plain_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the modes and plain attributes of a model's modules, by their names."""
-    found: dict[str, dict[str, Any]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
-        found[name] = {"training": module.training}
+        states[name] = {"training": module.training}
         for key, value in _attributes(vars(module)):
             is_lightnings = not name and key[:1] == "_"  # Lightning keeps private state on the root module
             if is_plain(value) and not is_lightnings:
-                found[name][key] = copy_containers(value)
-    return found
+                states[name][key] = copy_containers(value)
+    return states
 
 
 def restore_attributes(model: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -196,17 +196,17 @@ class _ChangeFinder:
 
 def _watched_modules(stage: StageModule) -> list[_WatchedModule]:
     """Return the modules in a stage's blocks, each once, in the same order on every peer."""
-    found: list[_WatchedModule] = []
+    watched: list[_WatchedModule] = []
     known: set[nn.Module] = set()
     for number, (title, block) in enumerate(zip(stage.block_names, stage.blocks, strict=True)):
         if title is None:  # half of a boundary layer, which has no modes
             continue
         indices: dict[str, int] = {}
         for name, module in block.named_modules(known, prefix=str(number)):
-            indices[name] = len(found)
+            indices[name] = len(watched)
             outer = indices.get(name.rpartition(".")[0])
-            found.append(_WatchedModule(name, title + name[len(str(number)) :], outer, module))
-    return found
+            watched.append(_WatchedModule(name, title + name[len(str(number)) :], outer, module))
+    return watched
 
 
 # ---------------------------------------------------------------------- at the trainer
@@ -303,11 +303,11 @@ def _changed_attributes(watched: _WatchedModule) -> dict[str, Any]:
 
 def _refuse(watched: _WatchedModule, name: str, value: object, became: str = "became") -> None:
     """Raise the error of an attribute that cannot be sent; `value` is `_MISSING` if it was deleted."""
-    found = "was deleted" if value is _MISSING else f"{became} a {type(value).__name__}"
+    event = "was deleted" if value is _MISSING else f"{became} a {type(value).__name__}"
     raise ConfigError(
         "only attributes that blocks have from the start may change during a run, and only to plain values (a number, "
         f"a text, None, or a short list of these), because they are sent with each call: `{name}` of {watched.title!r} "
-        f"{found}. Set it in `__init__`, `setup` or `configure_model`, which every peer runs, pass it to the blocks as "
+        f"{event}. Set it in `__init__`, `setup` or `configure_model`, which every peer runs, pass it to the blocks as "
         "an argument, or choose between prepared modules by a plain attribute."
     )
 
@@ -337,12 +337,12 @@ class _StageRequired:
         """Set the attributes that differ, and return the changes, for restoring them."""
         changed = list[tuple[dict[str, Any], str, Any, Any]]()  # attributes, name, old value, new value
         for target in [] if self._comparison.holds() else self.targets:
-            own = target.watched.attributes
+            present = target.watched.attributes
             for name, value in target.values.items():
-                before = own.get(name, _MISSING)
+                before = present.get(name, _MISSING)
                 if not same(before, value):
-                    own[name] = copy_containers(value)  # the forward may change a list in place
-                    changed.append((own, name, before, own[name]))
+                    present[name] = copy_containers(value)  # the forward may change a list in place
+                    changed.append((present, name, before, present[name]))
         return changed
 
 
@@ -367,7 +367,7 @@ class ServerStates:
             if not backward:
                 self._adopt_forward_writes(required)
             for own, name, before, value in reversed(changed):
-                if own.get(name, _MISSING) is value:  # otherwise the forward itself set it
+                if own.get(name, _MISSING) is value:  # the forward itself has not set it since
                     own[name] = before
                     if before is _MISSING:
                         del own[name]

@@ -51,8 +51,8 @@ class _WatchedTensor:
             return func(*args, **kwargs)
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        found = memo[id(self)] = copy.deepcopy(_plain(self), memo)
-        return found
+        copied = memo[id(self)] = copy.deepcopy(_plain(self), memo)
+        return copied
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
@@ -72,15 +72,15 @@ _KINDS: Final[Mapping[type, type]] = {nn.Parameter: WatchedParameter, Tensor: Wa
 
 def watch(tensor: Tensor, on_use: Callable[[], None]) -> Callable[[], None] | None:
     """Call `on_use` before each use of a tensor, until the returned function is called; None if that is impossible."""
-    own = type(tensor)
-    if own not in _KINDS or tensor.is_meta:
+    kind = type(tensor)
+    if kind not in _KINDS or tensor.is_meta:
         return None
-    tensor.__class__ = _KINDS[own]  # torch itself does so when it fills an `UninitializedParameter`
+    tensor.__class__ = _KINDS[kind]  # torch itself does so when it fills an `UninitializedParameter`
     tensor._on_use = on_use  # type: ignore[attr-defined]
 
     def release() -> None:
-        if type(tensor) is _KINDS[own]:  # otherwise `torch.utils.swap_tensors` exchanged it with another tensor
-            tensor.__class__ = own
+        if type(tensor) is _KINDS[kind]:  # unless `torch.utils.swap_tensors` exchanged the tensor with another one
+            tensor.__class__ = kind
             del tensor._on_use  # type: ignore[attr-defined]
 
     return release
@@ -137,8 +137,8 @@ def _watched(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _num_users(storage: torch.UntypedStorage) -> int:
-    found: int = torch._C._storage_Use_Count(storage._cdata)
-    return found
+    num_users: int = torch._C._storage_Use_Count(storage._cdata)
+    return num_users
 
 
 def _plain(tensor: Any) -> Tensor:

@@ -46,9 +46,9 @@ class CallWatch:
         """
         if checks_values:
             self._check_counted(sent)
-        found = {}
-        for argument, own in self.tensors.items():
-            tensors = {str(index): tensor for index, tensor in enumerate(own) if tensor._version}
+        written = {}
+        for argument, argument_tensors in self.tensors.items():
+            tensors = {str(index): tensor for index, tensor in enumerate(argument_tensors) if tensor._version}
             replaced = [
                 [*path, key]
                 for path, container, before in self._containers[argument]
@@ -57,8 +57,8 @@ class CallWatch:
                 if now.get(key, _MISSING) is not before.get(key, _MISSING)
             ]
             if replaced or (tensors and (argument == POSITIONAL or _differ(tensors, sent[argument]))):
-                found[argument] = {_TENSORS: tensors, _REPLACED: replaced}
-        return found
+                written[argument] = {_TENSORS: tensors, _REPLACED: replaced}
+        return written
 
     def _check_counted(self, sent: Mapping[str, Sequence[Tensor]]) -> None:
         """Refuse writes that no tensor's `_version` counts, which would go unnoticed."""
@@ -78,11 +78,11 @@ class CallWatch:
 
         `aliases` are the holders that earlier stages report: index of a tensor in this stage's input -> names.
         """
-        own = self.tensors[POSITIONAL]
-        found = [(text_of(POSITIONAL), tensor) for tensor in own] if is_first else []
-        found += [(name, own[index]) for index, names in aliases.items() if 0 <= index < len(own) for name in names]
+        inputs = self.tensors[POSITIONAL]
+        held = [(text_of(POSITIONAL), tensor) for tensor in inputs] if is_first else []
+        held += [(name, inputs[i]) for i, names in aliases.items() if 0 <= i < len(inputs) for name in names]
         keywords = self.tensors.keys() - {POSITIONAL}
-        return found + [(text_of(name), tensor) for name in keywords for tensor in self.tensors[name]]
+        return held + [(text_of(name), tensor) for name in keywords for tensor in self.tensors[name]]
 
 
 def arguments_in(keywords: Iterable[str]) -> list[str]:

@@ -49,7 +49,7 @@ def attending_jointly(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, make these modules' attention compute the texts of a `JointCache` one by one."""
     from transformers import AttentionInterface
 
-    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    configs = {id(each): each for each in (getattr(module, "config", None) for module in modules) if each is not None}
     # Bypass the property, which would also change nested configs.
     before = [(config, config._attn_implementation_internal) for config in configs.values() if _attends(config)]
     if not before:

@@ -52,7 +52,7 @@ class Slab:
     @classmethod
     def of(cls, caches: Sequence[Any]) -> Slab:
         """Return the slab of exactly these caches, or make it and dissolve their former slabs."""
-        slabs = {id(slab): slab for cache in caches if (slab := slab_of(cache)) is not None}
+        slabs = {id(slab): slab for slab in map(slab_of, caches) if slab is not None}
         first = next(iter(slabs.values()), None)
         if len(slabs) == 1 and first is not None and first._is_of(caches):
             return first

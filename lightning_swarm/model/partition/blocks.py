@@ -113,19 +113,19 @@ def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
             f"a model must have parameters to be cut, got {type(model).__name__} without any. "
             "Create its layers in `__init__` or `configure_model`."
         )
-    found: list[tuple[str, nn.Sequential]] = []
+    outermost: list[tuple[str, nn.Sequential]] = []
     for name, module in model.named_modules():
-        is_inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in outermost)
         if isinstance(module, nn.Sequential) and not is_inside and parameters <= set(map(id, module.parameters())):
-            found.append((name, module))
-    if len(found) != 1:
-        got = "none" if not found else "several (" + ", ".join(name for name, _ in found) + ")"
+            outermost.append((name, module))
+    if len(outermost) != 1:
+        got = "none" if not outermost else "several (" + ", ".join(name for name, _ in outermost) + ")"
         raise ConfigError(
             f"with `pipeline=None`, the model must define `{_HOOK}` or have one `torch.nn.Sequential` that "
             f"holds all its parameters, got {got} in {type(model).__name__}. {_fullest_list(model)}{_REMEDY}"
             + _outside(model)
         )
-    return found[0]
+    return outermost[0]
 
 
 def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:

@@ -72,13 +72,13 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
         "parameters (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them.",
     )
     # The swarm keeps running statistics of `BatchNorm` only.
-    found = (
+    with_statistics = (
         f"{name} ({type(m).__name__})"
         for name, m in inside
         if isinstance(m, nn.SyncBatchNorm) or (isinstance(m, _InstanceNorm) and m.track_running_stats)
     )
     _refuse_any(
-        found,
+        with_statistics,
         "only `BatchNorm` layers may update buffers in forward, because the swarm keeps no other running statistics; "
         "got {}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`.",
     )
@@ -97,8 +97,8 @@ def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
 
 def _refuse_any(names: Iterable[str], rule: str) -> None:
     """Raise the error of a rule if it is broken; `{}` in its text stands for the names that break it."""
-    if found := list(names):
-        raise ConfigError(rule.format(few(found)))
+    if culprits := list(names):
+        raise ConfigError(rule.format(few(culprits)))
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:

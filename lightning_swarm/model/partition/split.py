@@ -25,13 +25,13 @@ def layers_by_block(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer
     """Return a model's boundary layers by the indices of the blocks that they stand after."""
     layers = boundary_layers(model)
     names = {id(model.get_submodule(name)): name for name in layers}
-    found = {i: names.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in names}
-    if len(found) < len(layers):
+    after = {i: names.pop(id(block)) for i, block in enumerate(blocks.modules) if id(block) in names}
+    if len(after) < len(layers):
         raise ConfigError(
             "boundary layers must stand after blocks of the pipeline, got layers after "
             f"{sorted(names.values())}. Leave them out, or name another `pipeline`."
         )
-    return {index: layers[name] for index, name in found.items()}
+    return {index: layers[name] for index, name in after.items()}
 
 
 def insert_boundaries(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> None:
@@ -167,13 +167,13 @@ def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:
 def _stage_modules(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> StageModules:
     """Return the modules of a stage: its blocks and boundary layers, or the halves of layers at its ends."""
     before = layers.get(indices.start - 1)
-    found: list[tuple[str | None, nn.Module]] = [] if before is None else [(None, before.decompress)]
+    modules: list[tuple[str | None, nn.Module]] = [] if before is None else [(None, before.decompress)]
     for index in indices:
-        found.append((blocks.names[index], blocks.modules[index]))
+        modules.append((blocks.names[index], blocks.modules[index]))
         if index in layers:
             stage_ends_here = indices.stop == index + 1 < len(blocks.modules)
-            found.append((None, layers[index].compress if stage_ends_here else layers[index]))
-    return found
+            modules.append((None, layers[index].compress if stage_ends_here else layers[index]))
+    return modules
 
 
 def _outside(model: nn.Module, modules: Iterable[nn.Module]) -> list[Named]:

@@ -210,7 +210,7 @@ class KeyedOnDemand:
     """Runs computations of a stage, inside `KeyedRandom` only if they draw random numbers."""
 
     def __init__(self, device: torch.device) -> None:
-        self._can_watch_generators = device.type in ("cpu", "cuda")  # otherwise everything runs in the mode
+        self._can_watch_generators = device.type in ("cpu", "cuda")  # if not, all computations run in the mode
         # `device` may lack an index ("cuda"); a tensor that is made there has it.
         self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
         self._drawless: set[Hashable] = set()
@@ -227,7 +227,7 @@ class KeyedOnDemand:
         if kind not in self._drawless:
             return self._run_keyed(kind, seed, compute)
         before = self._states()
-        with plain_attention():  # same as in the mode, because compiled code is compiled again if this differs
+        with plain_attention():  # as in the mode, because another kind of attention would compile the code again
             result = compute()
         if all(map(torch.equal, before, self._states())):
             return result, False

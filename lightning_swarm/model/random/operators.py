@@ -43,12 +43,12 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     if not dropout_p:
-        found: Tensor = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        return found
+        output: Tensor = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        return output
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
-    output: Tensor = _plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
-    return output
+    weighted: Tensor = _plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
+    return weighted
 
 
 def _calling_plain(function: Callable[..., Any]) -> Callable[..., Any]:

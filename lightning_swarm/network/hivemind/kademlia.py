@@ -270,7 +270,7 @@ class _CheckedStub:
         response = await self._stub.rpc_find(request, timeout=timeout)
         _check_number(len(response.results), len(request.keys), "answers")
         for result in response.results:
-            # Otherwise an answer that claims to live for ever would end a search before other peers answer.
+            # An answer that claims to live for ever would end a search before other peers answer.
             result.expiration_time = min(result.expiration_time, latest_expiry(time.time()))
             for ids in (result.nearest_node_ids, result.nearest_peer_ids):
                 _check_number(len(ids), _MAX_NEIGHBOURS, "neighbours")

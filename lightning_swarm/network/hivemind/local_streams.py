@@ -45,7 +45,7 @@ class LocalPeers:
     ) -> None:
         self._peer = peer  # this peer
         self._introduce = introduce  # asks a peer for the secrets of `INTRODUCE`, over its daemon
-        self._serve = serve
+        self._serve_stream = serve
         self._greeting_s = greeting_s  # seconds to wait for a greeting before using the daemon
         self._key = secrets.token_bytes(_SECRET_BYTES)
         self._introductions: dict[PeerId, bytes] = {}  # peer -> both secrets, from its answer to `INTRODUCE`
@@ -122,7 +122,7 @@ class LocalPeers:
         except asyncio.CancelledError:  # this peer's loop ends; asyncio would log the cancellation as a failure
             writer.transport.abort()
             return
-        await self._serve(protocol, caller, reader, writer)
+        await self._serve_stream(protocol, caller, reader, writer)
 
     async def _identify(self, reader: asyncio.StreamReader) -> tuple[str, PeerId]:
         """Read the protocol and the caller of a new stream, and check the caller's secret."""

@@ -133,7 +133,7 @@ class _Swarm:
         arrived = self._arrive(now_s)
         has_changed = False
         while self._changes and self._changes[0].at_s <= now_s:
-            self._change(self._changes.popleft())
+            self._apply_change(self._changes.popleft())
             has_changed = True
         if has_changed:
             self._churn.note_change(now_s)
@@ -162,7 +162,7 @@ class _Swarm:
         assert stage is not None
         self._stages.put(peer, stage, self._alive[peer], barred=barred)
 
-    def _change(self, change: Change) -> None:
+    def _apply_change(self, change: Change) -> None:
         peer = change.peer
         if change.samples_per_s == 0.0:
             self._alive.pop(peer, None)

@@ -58,12 +58,12 @@ class Codec(ABC):
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Decode a tensor on the device of its parts, which are untrusted."""
         numel = math.prod(shape)
-        found = tuple((part.dtype, part.numel()) for part in parts)
+        layout = tuple((part.dtype, part.numel()) for part in parts)
         are_flat = all(part.dim() == 1 for part in parts)
         # Checked before memory is allocated, because `shape` is untrusted, too.
-        if not dtype.is_floating_point or not are_flat or found != self.layout(numel):
+        if not dtype.is_floating_point or not are_flat or layout != self.layout(numel):
             raise ProtocolError(
-                f"{self.name} encodes {numel} elements as {self.layout(numel)}, got {found} for {dtype}"[:500]
+                f"{self.name} encodes {numel} elements as {self.layout(numel)}, got {layout} for {dtype}"[:500]
             )
         if not numel:
             return torch.empty(*shape, dtype=dtype, device=parts[0].device)

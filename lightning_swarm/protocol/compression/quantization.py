@@ -226,11 +226,11 @@ class Rotated(Codec):
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         scales, codes = parts
         tables = self._tables_on(codes.device)
-        found = torch.empty(len(scales) * ROTATED_BLOCK, dtype=torch.float32, device=codes.device)
-        slices = scales.split(SLICE // ROTATED_BLOCK), codes.split(SLICE * self.num_bits // 8), found.split(SLICE)
+        values = torch.empty(len(scales) * ROTATED_BLOCK, dtype=torch.float32, device=codes.device)
+        slices = scales.split(SLICE // ROTATED_BLOCK), codes.split(SLICE * self.num_bits // 8), values.split(SLICE)
         for pieces in zip(*slices, strict=True):
             self._decode_slice(*pieces, tables, is_vector=len(shape) == 1)
-        return found[: math.prod(shape)]
+        return values[: math.prod(shape)]
 
     def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor, tables: _Tables, *, is_vector: bool) -> None:
         pieces = self._unpack(packed)

@@ -64,10 +64,10 @@ class Examination:
         self._seed, self._answers, self._commitments = request.seed, request.answers, request.commitments
         self._reported = request.told
         self._dtype = DTYPES[request.dtype]
-        self._bounds, self._size = self._scale.bounds(len(members)), num_buckets(len(members))
+        self._bounds, self._num_buckets = self._scale.bounds(len(members)), num_buckets(len(members))
         self._part_digests: dict[PeerId, list[bytes]] = {}  # member -> digests of the parts of its sum
         self._total: Tensor | None = None
-        self._sizes: Tensor | None = None  # sum of the members' absolute values
+        self._absolute_sum: Tensor | None = None  # sum of the members' absolute values
         self._numbers_of_means: dict[tuple[bytes, ...], _MeanNumbers] = {}  # digests of a mean's parts -> its numbers
         self.mean: Tensor = torch.empty(0)  # the true mean, after `reduce`
 
@@ -86,8 +86,8 @@ class Examination:
             self.lies[peer] = f"{peer} sent a sum of gradients that differs from its commitment"
             return
         answer, parts = self._answers[peer], sum_parts(values, len(self.members))
-        sums = project_parts(parts, self._seed, num_buckets=self._size)
-        norms = bucket_norms(parts, num_buckets=self._size)
+        sums = project_parts(parts, self._seed, num_buckets=self._num_buckets)
+        norms = bucket_norms(parts, num_buckets=self._num_buckets)
         if not (same_numbers(answer.sums, sums, norms) and same_numbers(answer.norms, norms)):
             self.lies[peer] = f"{peer} reported false projections of its sum of gradients"
             return
@@ -95,13 +95,13 @@ class Examination:
             self.lies[peer] = f"{peer} reported false sketches of its sum in an audit"
             return
         self._part_digests[peer] = [part_digest(self._part(values, bounds)) for bounds in self._bounds]
-        if self._total is None or self._sizes is None:
+        if self._total is None or self._absolute_sum is None:
             self._total = values.clone()
-            self._sizes = torch.zeros(0) if self._exact else values.abs()
+            self._absolute_sum = torch.zeros(0) if self._exact else values.abs()
             return
         self._total += values
         if not self._exact:
-            self._sizes += values.abs()
+            self._absolute_sum += values.abs()
 
     def _is_sketch(self, reported: ReportedSketch, values: Tensor) -> bool:
         sketch = sketch_of(0, values, reported.seed, exact=self._exact)
@@ -141,8 +141,8 @@ class Examination:
         """Store the numbers of a mean for `decide`; return the digests of its parts."""
         parts, digests = parts_of(mean, len(self.members)), tuple(part_digests(mean, len(self.members)))
         self._numbers_of_means[digests] = _MeanNumbers(
-            project_parts(parts, self._seed, num_buckets=self._size),
-            bucket_norms(parts, num_buckets=self._size),
+            project_parts(parts, self._seed, num_buckets=self._num_buckets),
+            bucket_norms(parts, num_buckets=self._num_buckets),
             squared_norm(mean),
             [self._is_wrong(part, bounds) for part, bounds in zip(parts, self._bounds, strict=True)],
         )
@@ -154,9 +154,9 @@ class Examination:
         equal = (part == true) | (part.isnan() & true.isnan())
         if self._exact:  # sums in fixed point have the same bits on any device
             return not bool(equal.all())
-        assert self._sizes is not None
+        assert self._absolute_sum is not None
         rounding = self._scale.rounding(len(self.members)) / self._scale.divisor
-        allowed = self._sizes[bounds].to(torch.float64).mul_(rounding).add_(self._scale.smallest)
+        allowed = self._absolute_sum[bounds].to(torch.float64).mul_(rounding).add_(self._scale.smallest)
         return not bool((equal | ((part.to(torch.float64) - true).abs() <= allowed)).all())
 
     # ------------------------------------------------------------------ verdict

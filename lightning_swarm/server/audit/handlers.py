@@ -152,7 +152,7 @@ class AuditHandlers:
         )
         if caller != run.coordinator and not in_stage:
             raise ProtocolError(f"only servers of stage {request.stage_index} may audit its work, not {caller}")
-        # Otherwise a caller with many requests could keep this server from its own audits.
+        # Limited, because a caller with many requests could keep this server from its own audits.
         async with self._sending[caller]:
             self._membership.run.check_generation(request.generation)  # it may have changed meanwhile
             return await self._kept_work(request, _LAST if caller == run.coordinator else _FOR_OTHERS)

@@ -468,12 +468,12 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
 
 def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", clip=1.0)
-    average = swarm.servers[A].steps.rounds._average
+    average = swarm.servers[A].steps.rounds._average_stage
 
     async def negative(*args: Any) -> AveragingResult:
         return (await average(*args))._replace(squared_norm=-1.0)
 
-    monkeypatch.setattr(swarm.servers[A].steps.rounds, "_average", negative)
+    monkeypatch.setattr(swarm.servers[A].steps.rounds, "_average_stage", negative)
     assert_undecided(swarm, "must not be negative")
 
 

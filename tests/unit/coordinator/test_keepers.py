@@ -221,7 +221,7 @@ def test_a_view_of_another_server_tells_nobody_that_the_run_went_on_without_it(
 
     async def look() -> list[bool]:
         newer = await failover.newer_run(swarm.trainer, run, timeout=5.0)
-        return [newer is not None, await life._is_left_out()]
+        return [newer is not None, await life._ask_whether_left_out()]
 
     assert swarm.run(look()) == [is_believed, is_believed]
 

@@ -34,7 +34,7 @@ class Step:
         self.audits: Any = object.__new__(StepAudits)
         memory = AuditMemory()
         self.audits._own, self.audits._events, self.audits._step = OWN, EventLog(), SimpleNamespace(step=0)
-        self.audits._disputes, self.audits._contested = memory.disputes, memory.contested
+        self.audits._num_disputes, self.audits._contested = memory.disputes, memory.contested
         self.audits._standing = memory.standing
 
     def close(self, *pairs: tuple[PeerId, PeerId], failed: dict[int, set[Unit]] | None = None) -> Verdict:
@@ -67,7 +67,7 @@ def test_who_failed_between_two_servers_is_to_blame() -> None:
         verdict = step.close((A, Z), failed={0: {Unit(0, B)}})
         assert verdict.avoided == {B}
         assert verdict.failed.keys() == ({B} if number == 2 else set())
-    assert not step.audits._disputes
+    assert not step.audits._num_disputes
 
 
 class Audits:
@@ -83,7 +83,7 @@ class Audits:
 @pytest.mark.parametrize("silent", [True, False])
 def test_who_is_left_out_and_answers_is_not_silent(silent: bool) -> None:
     audits = Step().audits
-    audits._audits, audits._silent, audits._silences = Audits(*[A] * silent), set(), Silences()
+    audits._orders, audits._silent, audits._silences = Audits(*[A] * silent), set(), Silences()
     audits.sum_sketches, audits.audited = defaultdict(list), set()
     verdict = Verdict(failed={A: ProtocolError("its neighbour may have had it say two things")})
     claims: Any = {unit: {receipt(0): None} for unit in UNITS}
