@@ -20,6 +20,7 @@ from lightning_swarm.core.errors import (
     Unreachable,
 )
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.progress import ProgressLines, Report
 from lightning_swarm.core.readable import printable, short_name, shorten
 from lightning_swarm.core.tasks import cancel_and_wait, first_of, gather
 from lightning_swarm.network import PeerId, Transport
@@ -93,13 +94,13 @@ class MembershipLifecycle:
     async def serve_beside_trainer(self) -> None:
         """Like `serve_run`, but only log errors, because this peer's training loop continues without its server."""
         try:
-            await self.serve_run(_log.info)
+            await self.serve_run(ProgressLines(_log.info))
         except StepError as error:  # the loop gets the same error
             _log.warning("This peer's server ends: %s", shorten(str(error)))
         except SwarmError as error:
             _log.warning("This peer continues to train, but no longer serves: %s", shorten(str(error)))
 
-    async def serve_run(self, say: Callable[[str], None]) -> None:
+    async def serve_run(self, say: Report) -> None:
         """Enter a run; return when it is over, when it has released this server, or when this peer must lead it."""
         num_returns, admission = 0, self._server.admission
         while await self._entered(say):
@@ -151,7 +152,7 @@ class MembershipLifecycle:
 
     # ------------------------------------------------------------------ joining
 
-    async def _entered(self, say: Callable[[str], None]) -> bool:
+    async def _entered(self, say: Report) -> bool:
         """Wait until this server is in a run or the run is over; return False if `leave` was called before that."""
         entering = asyncio.ensure_future(self._server.joiner.enter(self._find_coordinators, say))
         leaving = asyncio.ensure_future(self._leaving.wait())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 import secrets
 import time
@@ -15,6 +14,7 @@ from msgspec import UNSET
 
 from lightning_swarm.client.run_session import Session
 from lightning_swarm.core.event_loop import Runtime, UntilStageLost
+from lightning_swarm.core.progress import Report
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, LinkEstimate, PeerId, TransferSample, Transport
@@ -42,7 +42,6 @@ from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 
-_log = logging.getLogger(__name__)
 _PING_TIMEOUT_S: Final = 2.0  # timeout of a ping to a server that is in no run
 
 
@@ -145,7 +144,7 @@ class Peer:
         """Raise a ConfigError if the `initial_peers` belong to other runs; see `lead.check_run_id`."""
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
-    async def serve_run(self, report: Callable[[str], None] = _log.info) -> None:
+    async def serve_run(self, report: Report) -> None:
         """On the loop: enter a run; return when it is over or has released this peer."""
         await self._host.serve_run(report)
 

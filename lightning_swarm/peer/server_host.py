@@ -10,6 +10,7 @@ from typing import Final
 from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.core.event_loop import Runtime, UntilRunEnds
+from lightning_swarm.core.progress import Report
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import PeerId
@@ -109,7 +110,7 @@ class ServerHost:
         setting = self._config.settings.first_difference(manifest.settings, SET_BY_EACH_LEAD)
         return f"its program has another `{setting}`" if setting else ""
 
-    async def serve_run(self, say: Callable[[str], None]) -> None:
+    async def serve_run(self, say: Report) -> None:
         """Enter a run; return when it is over or this peer has left it."""
         assert self._lifecycle is not None
         try:

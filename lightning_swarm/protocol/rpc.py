@@ -255,7 +255,7 @@ LOOP: Final = Call("trainer.loop", run.LoopRequest, run.LoopReply, by=_TRAINER, 
 
 # Joining and leaving servers.
 JOIN: Final = Call("run.join", membership.JoinRequest, membership.JoinReply, by=_SERVER, only_coordinator=True)
-READY: Final = Call("run.ready", membership.ReadyRequest, by=_SERVER, only_coordinator=True)
+READY: Final = Call("run.ready", membership.ReadyRequest, membership.ReadyReply, by=_SERVER, only_coordinator=True)
 DRAIN: Final = Call("run.drain", membership.DrainRequest, membership.DrainReply, by=_SERVER, only_coordinator=True)
 MEET: Final = Call("run.meet", step.Candidate, by=_SERVER)
 LISTEN: Final = Call("run.listen", membership.ListenRequest, membership.ListenReply, by=_SERVER)

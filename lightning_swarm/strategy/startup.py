@@ -32,6 +32,7 @@ from lightning_swarm.strategy import checks, extra_trainers, model_setup, optimi
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
 from lightning_swarm.strategy.data.shared import SharedData, can_share
 from lightning_swarm.strategy.framework import callbacks_of
+from lightning_swarm.strategy.join_bar import reporting_join
 from lightning_swarm.strategy.loop_counters import scaling_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
@@ -311,7 +312,8 @@ def serve(
     model = model_setup.served_model(strategy, module)
     may_lead = call_arguments is not None and model_setup.could_lead(trainer, module, strategy.config, call_arguments)
     peer.serve(model, may_take_over=may_lead)
-    peer.runtime.run(peer.serve_run(rank_zero_info))
+    with reporting_join() as report:
+        peer.runtime.run(peer.serve_run(report))
     if not peer.must_take_over:
         peer.close()
         return None

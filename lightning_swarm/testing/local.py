@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import logging
 import random
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.override import changed
+from lightning_swarm.core.progress import ProgressLines
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.model.fidelity.module_states import copy_first_values
@@ -40,6 +42,8 @@ from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.testing.unlike import UnlikeMachine, check_rounded_differently
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     _SwarmStrategy = SwarmStrategy
@@ -204,7 +208,7 @@ class InMemoryStrategy(_SwarmStrategy):
 
     async def _serve_run(self, peer: Peer) -> None:
         try:
-            await peer.serve_run()
+            await peer.serve_run(ProgressLines(_log.info))
         except SwarmError as error:
             self.refusals.append(error)
 

@@ -24,7 +24,7 @@ from lightning_swarm.peer.discovery import ANNOUNCEMENT_TTL_S
 from lightning_swarm.protocol.rpc import LISTEN, NEXT, PIECE
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.state_transfer import donor as donor_module
-from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.testing import InMemoryStrategy, local
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, digits, loader, sentences
 
@@ -116,12 +116,16 @@ def test_a_run_is_found_after_hours() -> None:
 
 
 def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_swarm.peer.peer"):
+    with caplog.at_level(logging.INFO, local.__name__):
         run = swarm(Joining())
     (record,) = [record.step for record in run.records if record.newcomers]
-    download, here, said, end = [one.message for one in caplog.records if one.name == "lightning_swarm.peer.peer"]
-    assert re.fullmatch(r"Downloading stage 0 \(\d+\.\d MB\) from 1 peer\.", download)
+    lines = [one.message for one in caplog.records if one.name == local.__name__]
+    asking, *_, download, comparing, here, waiting, said, end = lines
+    assert asking == "Asking for a run."
+    assert re.fullmatch(r"Downloading stage 0 from 1 peer: 0 bytes of \d+\.\d kB\.", download)
+    assert comparing == "Comparing stage 0 with the run's."
     assert re.fullmatch(r"Stage 0 is loaded, at step \d+\. This peer enters when a step ends\.", here)
+    assert re.fullmatch(r"Waiting for a step to end: step \d+ is open\.", waiting)
     assert said == f"In run 'swarm' from step {record + 1} on, with stage 0."
     assert end.startswith("Run 'swarm' is over.")
 

@@ -32,6 +32,7 @@ from lightning_swarm.protocol.messages.membership import (
     JoinReply,
     JoinRequest,
     ListenRequest,
+    ReadyReply,
     ReadyRequest,
 )
 from lightning_swarm.protocol.messages.run import Member, StepChange
@@ -337,11 +338,11 @@ class ServerMembership:
         host_ports = {address.host_port for address in Address.parse_all(candidate.addresses[:_MAX_HOST_PORTS])}
         await gather(check(host_port) for host_port in host_ports if host_port.is_unique)
 
-    async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> None:
-        """Record that a joiner has caught up with its stage, or raise its refusal."""
+    async def _handle_ready(self, caller: PeerId, request: ReadyRequest) -> ReadyReply:
+        """Record that a joiner has caught up with its stage, and return its turn; or raise its refusal."""
         self._run.electorate.check_not_convicted(caller)
         if caller in self._run.servers:
-            return  # sent before it got the record that admitted it
+            return ReadyReply(num_before=0)  # sent before it got the record that admitted it
         if request.generation != self._run.manifest.generation:
             raise Busy(_ROLLED_BACK)
         joiner = self._waiting.get(caller)
@@ -352,11 +353,15 @@ class ServerMembership:
         if joiner.refusal is not None:
             del self._waiting[caller]
             raise (Unconfirmed if joiner.weights_differ else Busy)(joiner.refusal)
+        stage = joiner.candidate.stage_index
         if not joiner.caught_up:
-            stage = joiner.candidate.stage_index
             self._events.note("download", peer=caller, stage=stage, step=self._run.version)
         joiner.ready = joiner.caught_up = True
         joiner.last_heard_s = now_s()
+        ready = [
+            peer for peer, other in self._waiting.items() if other.may_enter and other.candidate.stage_index == stage
+        ]
+        return ReadyReply(num_before=ready.index(caller))
 
     # ------------------------------------------------------------------ leaving servers
 

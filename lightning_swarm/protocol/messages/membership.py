@@ -98,6 +98,12 @@ class ReadyRequest(WireMessage, frozen=True):
     version: Count
 
 
+class ReadyReply(WireMessage, frozen=True):
+    """The coordinator expects the candidate, and will admit other candidates of its stage before it."""
+
+    num_before: Count
+
+
 class ListenRequest(WireMessage, frozen=True):
     """The coordinator asks a candidate that has caught up to take part in a round, so that it holds the result."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 SmallCount = Annotated[int, msgspec.Meta(ge=0, le=1024)]

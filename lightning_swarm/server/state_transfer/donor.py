@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_swarm.coordinator.membership.servers import JoinBackoff
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, PeerError, ProtocolError, TicketGone
+from lightning_swarm.core.readable import short_name
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.protocol.messages.membership import (
     FollowReply,
@@ -39,6 +40,7 @@ _MIN_BYTES_PER_S: Final = 64 << 10  # lowest mean rate of a download, because ot
 # After its download, a joiner must be admitted within this many records, plus as many as it missed meanwhile.
 _RECORDS_TO_ADMIT: Final = 16
 _HOLD_S: Final = 20.0  # longest time that a request may wait here
+_KEEP_TURN_S: Final = 30.0  # a joiner without a slot keeps its turn for this time between two of its requests
 _CATCH_UP: Final = 4.0  # missed records are sent at least this many times as fast as new records come
 _CONNECT_TIMEOUT_S: Final = 8.0  # a little less than the coordinator's own timeout
 
@@ -111,6 +113,7 @@ class Donor:
         self._introduced: dict[PeerId, Candidate] = {}  # joiners that the coordinator introduced here
         self._membership.introduced = self._introduced
         self._queued: set[PeerId] = set()  # joiners that wait for a slot
+        self._turns: dict[PeerId, float] = {}  # joiners without a slot, by their first request -> time of the last one
         self._backoff = JoinBackoff()  # delays joiners that began downloads and never joined
         self._freed = asyncio.Event()  # set when a slot may be free, and then replaced
         self._throttle = Throttle(limits.max_upload)
@@ -283,20 +286,39 @@ class Donor:
         return reply, [tensor.cpu() for tensor in weights.values()]
 
     async def _wait_for_slot(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
-        """Wait until fewer than `_MAX_JOINING` peers join here; `Busy` if that takes too long, or the caller is one."""
+        """Wait for one of `_MAX_JOINING` slots, in turn; `Busy` if that takes too long, or the caller has one."""
         end_s = now_s() + within_s
         if caller in self._state.downloads or caller in self._queued:
             raise Busy("this peer has a download in progress, or waits for one")
         self._queued.add(caller)
+        turns = self._turns = {
+            peer: at_s for peer, at_s in self._turns.items() if peer in self._queued or now_s() < at_s + _KEEP_TURN_S
+        }
+        if helps:
+            turns.pop(caller, None)
+        else:
+            turns[caller] = now_s()
         try:
-            while self._num_joining(caller, helps=helps) >= _MAX_JOINING:
+            while self._num_joining(caller, helps=helps) >= _MAX_JOINING or not (helps or self._is_next(caller)):
                 try:
                     async with asyncio.timeout_at(end_s):
                         await self._freed.wait()
                 except TimeoutError:
-                    raise Busy(f"at most {_MAX_JOINING} peers may join through this server at once") from None
+                    num_before = [*self._turns, caller].index(caller)
+                    raise Busy(
+                        f"at most {_MAX_JOINING} peers may join through {short_name(self._transport.peer_id)} at once, "
+                        f"and {num_before} wait before this peer"
+                    ) from None
+            self._turns.pop(caller, None)
         finally:
+            if caller in self._turns:
+                self._turns[caller] = now_s()
             self._queued.discard(caller)
+            self._notify()  # the turn passes to the next one
+
+    def _is_next(self, caller: PeerId) -> bool:
+        """Return whether the caller is the first in turn of the joiners that wait now."""
+        return next(peer for peer in self._turns if peer in self._queued) == caller
 
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
         """Count peers that download and, unless this server only `helps`, followers, to which each gradient is sent."""

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.core.errors import AccessDenied, ConfigError, PeerError, ProtocolError, SwarmError
+from lightning_swarm.core.progress import Progress, Report
 from lightning_swarm.core.readable import printable, short_name
 from lightning_swarm.core.tasks import first_result
 from lightning_swarm.network import PeerId
@@ -67,7 +68,7 @@ class Joiner:
         self._has_warned = False  # about different versions
         self._one_donor = False  # send everything by one donor, because pieces of several did not match
         self._refused_by: set[PeerId] = set()  # announced peers whose refusal of this peer was logged as a warning
-        self._report: Callable[[str], None] = _log.info  # reports progress to the user
+        self._report: Report = _log.info  # reports progress to the user
         LISTEN.serve(context.transport, self._handle_listen)
 
     def rejoin_with(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
@@ -80,7 +81,7 @@ class Joiner:
         self._stage, self._target, self._former = None, stage_index, former
 
     async def enter(
-        self, find_announced: Callable[[], Awaitable[Sequence[PeerId]]], report: Callable[[str], None] = _log.info
+        self, find_announced: Callable[[], Awaitable[Sequence[PeerId]]], report: Report = _log.info
     ) -> None:
         """Enter a run at its beginning, or join a run in progress; `find_announced` returns announced coordinators.
 
@@ -89,6 +90,7 @@ class Joiner:
         """
         self._report = report
         while not self._is_done:
+            report(Progress(f"Asking for a run{self._certificate}"))
             coordinator = await self._find_coordinator(find_announced)
             if coordinator is not None:
                 async with self._admission.joining_run(coordinator) as may_join:
@@ -96,6 +98,12 @@ class Joiner:
                         await self._join(coordinator, find_announced)
                     return
             await asyncio.sleep(_POLL_S)
+
+    @property
+    def _certificate(self) -> str:
+        """This peer's certificate, for the user; empty in a run that admits any peer."""
+        permit = self._transport.permit_of(self._membership.me.peer_id)
+        return "" if permit is None else f" by this peer's certificate as {permit.role}"
 
     async def _find_coordinator(self, find_announced: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
         """Ask announced coordinators for the run's current coordinator, because announcements outlive runs."""
@@ -181,6 +189,8 @@ class Joiner:
             self._stage, self._target = None, self._former
         if self._stage is None:
             self._admission.model.check(view.manifest)  # before any peer is asked for anything
+        accepted = ", which accepts the certificate" if self._certificate else ""
+        self._report(Progress(f"Asking {short_name(coordinator)} for a stage{accepted}"))
         request = JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             boot_id=self._membership.me.boot_id,
@@ -190,6 +200,7 @@ class Joiner:
         )
         reply = await JOIN.ask(self._transport, coordinator, request, timeout=self._timeout)
         if self._stage is None or self._stage.index != reply.stage_index:  # the coordinator chooses the stage
+            self._report(Progress(f"Building stage {reply.stage_index}"))
             stages = await self._compute(lambda: self._admission.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         self._is_unlike = reply.is_unlike
@@ -215,6 +226,7 @@ class Joiner:
     ) -> tuple[PeerId, int]:
         """Download and load a stage's state; return the replica whose records to follow, and the state's version."""
         donor, incoming = await download.download(donors, one_donor=one_donor)
+        self._report(Progress(f"Comparing stage {stage.index} with the run's"))
         snapshot = incoming.head.snapshot
         weights, state = incoming.values()
 
@@ -277,6 +289,8 @@ class Joiner:
                 await checks.check_record(record)
                 self._check_portable(record, stage)
                 await self._steps.commit(record, {stage.index: _checked_gradient(gradient, stage)})
+                if not hold_s:  # the donor had the record before the request
+                    self._report(Progress("Catching up with the run", f"at step {self._steps.version}"))
                 hold_s = 0.0
 
     def _check_portable(self, record: Record, stage: Stage) -> None:
@@ -291,9 +305,11 @@ class Joiner:
         coordinator = self._membership.run.coordinator
         ready = ReadyRequest(generation=generation, version=version)
         try:
-            await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
+            reply = await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
         except ProtocolError as error:  # another joiner may have received its slot meanwhile
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
+        turn = f", {reply.num_before} joiners before this peer" if reply.num_before else ""
+        self._report(Progress("Waiting for a step to end", f"step {version} is open{turn}"))
 
     def _adopt_members(self, version: int, seats: SeatedMembers) -> bool:
         """Adopt the run's members at a version; return False if the run is past that version."""

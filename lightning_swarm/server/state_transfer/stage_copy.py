@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.progress import Progress, Report
+from lightning_swarm.core.readable import shorten
 from lightning_swarm.core.tasks import cancel_and_wait, gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.tensors import dtype_name
@@ -132,13 +134,13 @@ def _dtype(layout: TensorLayout) -> torch.dtype:
 class StageDownload:
     """The download of one stage. The `stage` of the joiner's own model defines the expected tensors."""
 
-    def __init__(
-        self, transport: Transport, stage: Stage, *, limits: Limits, report: Callable[[str], None] = _log.info
-    ) -> None:
+    def __init__(self, transport: Transport, stage: Stage, *, limits: Limits, report: Report = _log.info) -> None:
         self._transport = transport
         self._stage = stage
         self._limits = limits
         self._report = report
+        self._state = ""  # describes the download to the user
+        self._num_bytes = 0  # bytes received
         self._missing: dict[int, int] = {}  # missing pieces: start -> stop
         self._asked: dict[int, set[PeerId]] = {}  # start of a piece -> peers with an open request for it
         self.donor: PeerId | None = None  # the last peer that was asked for a copy and all later records
@@ -161,9 +163,8 @@ class StageDownload:
                 }
                 helpers = [] if one_donor else [peer for peer in donors if peer != donor][:_MAX_HELPERS]
                 donors_text = f"{1 + len(helpers)} peer{'s' if helpers else ''}"
-                self._report(
-                    f"Downloading stage {self._stage.index} ({incoming.num_bytes / 1e6:.1f} MB) from {donors_text}."
-                )
+                self._state = f"Downloading stage {self._stage.index} from {donors_text}"
+                self._report(Progress(self._state, total_bytes=incoming.num_bytes))
                 await self._pull_all(donor, helpers, incoming)
                 return donor, incoming
         except TimeoutError:
@@ -181,7 +182,7 @@ class StageDownload:
                 try:
                     return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:
-                    _log.info("%s has no slot for a download: %s", donor, error)
+                    self._report(Progress(f"Waiting to download stage {self._stage.index}", shorten(str(error))))
             await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # a donor may answer `Busy` at once, without waiting
             hold_s = _HOLD_S
 
@@ -241,6 +242,8 @@ class StageDownload:
             del self._missing[start]
             if start + num_bytes < stop:  # the donor sent less, so the rest is a piece of its own
                 self._missing[start + num_bytes] = stop
+            self._num_bytes += num_bytes
+            self._report(Progress(self._state, num_bytes=self._num_bytes, total_bytes=incoming.num_bytes))
             if not is_donor:
                 self.helpers.add(peer)
 

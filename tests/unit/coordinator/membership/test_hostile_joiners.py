@@ -29,6 +29,7 @@ from lightning_swarm.protocol.messages.membership import (
     ListenRequest,
     NextReply,
     NextRequest,
+    ReadyReply,
     ReadyRequest,
 )
 from lightning_swarm.protocol.messages.run import Member
@@ -289,7 +290,7 @@ def test_records_that_were_not_decided_are_not_followed(make_swarm: MakeSwarm, h
 
         async def later(caller: PeerId, body: bytes) -> bytes:
             """Hold the joiner's report that it is ready until it has followed a record."""
-            answer: bytes = await ready(caller, body) if lies else b""
+            answer: bytes = await ready(caller, body) if lies else encode(ReadyReply(num_before=0))
             return answer
 
         coordinator._call_handlers[READY.name] = later

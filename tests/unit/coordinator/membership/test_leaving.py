@@ -14,6 +14,7 @@ from lightning_swarm.coordinator import commit
 from lightning_swarm.coordinator.membership import rosters as rosters_module
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.progress import ProgressLines
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import lifecycle
 from lightning_swarm.peer.lifecycle import MembershipLifecycle, RunContacts
@@ -45,7 +46,7 @@ class Staying:
         self.events = EventLog()
         contacts = RunContacts(run_id="run", find_runs=find, hosts=hosts, find_servers=known)
         self.stay = MembershipLifecycle(server._transport, server, contacts, swarm.limits, self.events)
-        self.task = swarm.loop.create_task(self.stay.serve_run(self.said.append))
+        self.task = swarm.loop.create_task(self.stay.serve_run(ProgressLines(self.said.append)))
         swarm.joining.append(self.task)
 
 

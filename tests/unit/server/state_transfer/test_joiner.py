@@ -16,7 +16,9 @@ from torch import Tensor
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ProtocolError, TicketGone, Unreachable
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.progress import Progress
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.access import Permit, Role
 from lightning_swarm.protocol import queries, serialization
 from lightning_swarm.protocol.messages.membership import FollowReply, TensorLayout
 from lightning_swarm.protocol.messages.state import Snapshot
@@ -184,6 +186,69 @@ def test_members_send_the_state_together(make_swarm: MakeSwarm, monkeypatch: pyt
     assert all(server.donor._state.downloads == {} for server in swarm.servers.values()), (
         "they were told that it is through"
     )
+
+
+def test_a_joiner_reports_each_of_its_waits(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pieces(monkeypatch)
+    swarm = make_swarm("a a2", "b b2 b3")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    joiner = swarm.add_server(J)
+    news: list[str | Progress] = []
+    permits = {J: Permit(Role.SERVER, 0.0, b"", 1)}
+    monkeypatch.setattr(joiner.joiner._transport, "permit_of", permits.get)
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find, news.append)))
+    swarm.run(asyncio.sleep(1.0))
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert joiner.membership.is_member
+    download = "Downloading stage 0 from 2 peers"
+    pieces = [(one.num_bytes, one.total_bytes) for one in news if isinstance(one, Progress) and one.state == download]
+    assert pieces == [(min(sent, STATE_BYTES), STATE_BYTES) for sent in range(0, STATE_BYTES + 16, 16)]
+    states = [str(one) for one in news if not str(one).startswith(download)]
+    assert states == [
+        "Asking for a run by this peer's certificate as server",
+        "Asking a for a stage, which accepts the certificate",
+        "Building stage 0",
+        "Comparing stage 0 with the run's",
+        "Stage 0 is loaded, at step 1. This peer enters when a step ends.",
+        "Waiting for a step to end: step 1 is open",
+    ]
+
+
+def test_joiners_download_and_enter_in_turn(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told how many are before it. One that is away keeps its turn, and delays no other."""
+    monkeypatch.setattr(donor, "_MAX_JOINING", 1)
+    swarm = make_swarm("a", "b b2 b3 b4 b5")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    names = [PeerId(f"j{number}") for number in range(4)]
+    news: dict[PeerId, list[str | Progress]] = {name: [] for name in names}
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    for name in names:
+        server = swarm.add_server(name)
+        swarm.joining.append(swarm.loop.create_task(server.joiner.enter(find, news[name].append)))
+        swarm.run(asyncio.sleep(0.1))
+    swarm.run(asyncio.sleep(40.0))  # each has asked several times
+
+    def waits(name: PeerId) -> list[str]:
+        return [one.detail for one in news[name] if isinstance(one, Progress) and one.state.startswith("Waiting to")]
+
+    for number, name in enumerate(names):
+        before = f"at most 1 peers may join through a at once, and {number - 1} wait before this peer"
+        assert set(waits(name)) == ({before} if number else set())
+        assert len(waits(name)) > 1 or not number
+    admitted = []
+    for seed in range(2, 10):
+        swarm.run(swarm.step(rows(seed)))
+        admitted += [name for name in names if name not in admitted and swarm.servers[name].membership.is_member]
+        swarm.run(asyncio.sleep(20.0))
+    assert admitted == names
+    assert swarm.servers[A].donor._turns == {}
 
 
 def test_other_versions_join_with_one_warning(
