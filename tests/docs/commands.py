@@ -75,6 +75,8 @@ def check(words: list[str]) -> None:
 
 def check_span(text: str) -> None:
     """Check a command within a sentence, as `check` does; a bare `lightning-swarm join` names the command only."""
+    if text.split(maxsplit=1)[0] not in COMMANDS:  # it may be a message with an apostrophe
+        return
     words = shlex.split(text)
     names = {
         *programs.TRAINER_COMMANDS,
@@ -90,7 +92,7 @@ def check_span(text: str) -> None:
         "http",
         "completion",
     }
-    if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
+    if len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
 
 

@@ -29,6 +29,10 @@ pytestmark = pytest.mark.timeout(900)
 _MISSING = Hosts.missing()
 NUM_TIMES = 5
 _FIRST, _SECOND = "203.0.113.7", "203.0.113.8"
+WAITS = r"""(?sx) Asking\ for\ a\ run\ by\ this\ peer's\ certificate\ as\ server\.\n
+    .*Asking\ \w+\ for\ a\ stage,\ which\ accepts\ the\ certificate\.\n
+    .*Downloading\ stage\ \d\ from\ \d\ peers?:\ .*\ of\ \d+\ bytes\.\n
+    .*Comparing\ stage\ \d\ with\ the\ run's\.\n.*In\ run\ 'swarm'\ from\ step"""
 
 
 class _Machines(Hosts):
@@ -62,11 +66,24 @@ class Machine:
         yield
         subprocess.run([*device, "up"], check=True)
 
-    def run(self, words: list[str]) -> str:
-        """Run a command to its end, and return its output."""
+    def run(self, words: list[str], *, code: int | None = None) -> str:
+        """Run a command to its end, and return its output; check its exit code, if one is given."""
         begun = self.type_in(words)
-        wait_until(lambda: not begun.alive, f"{words} did not end:\n{begun.said}")
+        found = self.code_of(begun)
+        assert code in (None, found), begun.said
         return begun.said
+
+    def code_of(self, begun: Server) -> int:
+        """Wait for the end of a command, and return its exit code."""
+        codes: list[int] = []
+
+        def has_ended() -> bool:
+            code = self._zygote.status(begun.pid)
+            codes.extend([] if code is None else [code])
+            return bool(codes)
+
+        wait_until(has_ended, f"{begun.pid} did not end:\n{begun.said}")
+        return codes[0]
 
 
 @pytest.fixture
@@ -157,8 +174,34 @@ def test_the_second_machine_joins_as_printed_and_comes_back_after_each_kill(mach
     for _ in range(NUM_TIMES):
         joined = pair.second.type_in(pair.join)
         wait_for(joined, "In run 'swarm' from step")
+        assert re.search(WAITS, joined.said), joined.said
         kill(joined)
     assert pair.run.alive, pair.run.said
+
+
+def test_an_agent_follows_its_page(machines: list[Machine]) -> None:
+    """The page `agents.md`, command by command: the usual lines come in the page's order, and the codes are its."""
+    page = "docs/agents.md"
+    pair = Pair(machines, devices=1)
+    *doctors, join, status = (with_address(words, pair.address) for words in commands(page))
+    for words in doctors:
+        assert pair.second.run(words, code=0).count("WRONG") == 0
+    assert join[join.index(">") :] == [">", "join.log", "2>&1"]
+    joined = pair.second.type_in(join[: join.index(">")])
+    wait_for(joined, "In run 'swarm' from step")
+    report = json.loads(pair.second.run(status, code=0).splitlines()[-1])
+    assert [bool(one["stages"]) for one in report["peers"] if one["place"] == f"{_SECOND}:31337"] == [True]
+    os.kill(joined.pid, signal.SIGTERM)
+    assert pair.second.code_of(joined) == 0, joined.said
+    table = (ROOT / page).read_text().partition("| line | action |")[2].partition("\n\n")[0]
+    usual = [
+        re.escape(text).replace(r"\.\.\.", "[^\n]*") for text in re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    ]
+    assert len(usual) == 10
+    assert re.search(".*\n.*".join(usual), joined.said, re.DOTALL), joined.said
+    # An address at which nobody is, with its code.
+    silent = [word.replace(":31337/", ":31338/") for word in join[: join.index(">")]]
+    assert "a peer to join must answer at the address" in pair.second.run(silent, code=1)
 
 
 @pytest.mark.thorough
