@@ -1,7 +1,8 @@
 """From the command to the first batch: a swarm of four peers, against four processes that only import.
 
 The imports are those of torch, lightning and hivemind, which every peer needs. The two take turns. With ``--join``:
-from the command `lightning-swarm join` to the first microbatch that counts, and where the seconds go.
+from the command `lightning-swarm join` to the first microbatch that counts, and where the seconds go. With
+``--from-nothing``: on a second machine that has only Python, by the commands of docs/join.md; needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -21,8 +24,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
+from typing_extensions import override
+
+from benchmarks.hosts import Hosts
 from benchmarks.report import picture, table, write
 from benchmarks.runs import start
+from lightning_swarm.peer.process import ANNOUNCE, LISTEN
 
 IMPORTS = "import torch, lightning, hivemind"
 NUM_PEERS = 4
@@ -119,8 +126,8 @@ def _cpu_s(pid: int) -> float:
 
 
 @contextmanager
-def _running(*arguments: object) -> Iterator[_Heard]:
-    with start(*arguments, stderr=subprocess.PIPE) as process:
+def _until_end(process: subprocess.Popen[str]) -> Iterator[_Heard]:
+    with process:
         try:
             yield _Heard(process)
             process.wait(_PATIENCE_S)
@@ -132,12 +139,13 @@ def _running(*arguments: object) -> Iterator[_Heard]:
 def join() -> tuple[list[float], list[float]]:
     """Join a run; returns the seconds of each of the `PARTS`, and this peer's CPU seconds in each but the last."""
     *own, last = PARTS
-    with _running("-m", JOINED) as lead:
+    with _until_end(start("-m", JOINED, stderr=subprocess.PIPE)) as lead:
         address = re.search(r"lightning-swarm join (\S+)", lead.line("Peers of this machine only").text)
         assert address is not None
         lead.line("first step")
         begin_s = time.monotonic()
-        with _running("-m", "lightning_swarm", "join", address[1], "-m", JOINED) as joiner:
+        words = ("-m", "lightning_swarm", "join", address[1], "-m", JOINED)
+        with _until_end(start(*words, stderr=subprocess.PIPE)) as joiner:
             lines = [joiner.line(begin) for begin in own]
             times = [begin_s, *(line.came_s for line in lines), lead.line(last).came_s]
     used = [0.0, *(line.cpu_s for line in lines)]
@@ -157,12 +165,83 @@ def measure_joins(repeats: int) -> None:
     write("join", table(f"From `lightning-swarm join` to work that counts, medians of {repeats}", rows))
 
 
+PAGE = "docs/join.md"
+
+
+class _PageHosts(Hosts):
+    """Two hosts with the addresses of the page."""
+
+    @staticmethod
+    @override
+    def address(number: int) -> str:
+        return f"203.0.113.{7 + number}"
+
+
+def from_nothing(folder: Path) -> list[list[object]]:
+    """Follow the page on a second host, from an empty environment to work that counts; returns a row for each part."""
+    from tests.docs.commands import lines  # imports the whole package
+    from tests.docs.pages import ROOT, blocks
+
+    first, second, python = folder / "first", folder / "second", folder / "environment"
+    for made in (first, second):
+        made.mkdir()
+    pip = (sys.executable, "-m", "pip", "wheel", "-qq", ROOT, "--no-deps", "--wheel-dir", first)
+    subprocess.run(pip, check=True)
+    shutil.copytree(ROOT / "benchmarks", second / "benchmarks")
+    (second / "train.py").write_text(f"from {JOINED} import main\n\nif __name__ == '__main__':\n    main()\n")
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
+        "PATH": f"{python / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(second),
+        "OMP_NUM_THREADS": "1",
+    }
+    own = {"XDG_CONFIG_HOME": str(first), LISTEN: "0.0.0.0:31337", ANNOUNCE: f"{_PageHosts.address(0)}:31337"}
+    typed = [words for block in blocks(PAGE) if block.kind == "sh" for words in lines(block.text)]
+    with _PageHosts([0.0, 0.0]) as hosts:
+        lead_process = start("-m", JOINED, before=hosts.on(0), environment=own, stderr=subprocess.PIPE)
+        with _until_end(lead_process) as lead:
+            address = re.search(r"lightning-swarm join (\S+)", lead.line("Peers can join").text)
+            assert address is not None
+            words = ("lightning_swarm", "invite", "--role", "server", "--out", second / "swarm.invite")
+            assert start("-m", *words, environment=own).wait(_PATIENCE_S) == 0
+            lead.line("first step")
+            times = [time.monotonic()]
+            subprocess.run([sys.executable, "-m", "venv", python], check=True)
+            [wheel] = first.glob("*.whl")
+            subprocess.run([python / "bin" / "pip", "install", "-qq", wheel], check=True, env=environment)
+            times.append(time.monotonic())
+            doctor, join = (
+                [*hosts.on(1), *(address[1] if "12D3" in word else word for word in words)] for words in typed[:2]
+            )
+            subprocess.run(doctor, check=True, cwd=second, env=environment, stdout=subprocess.DEVNULL)
+            times.append(time.monotonic())
+            process = subprocess.Popen(join, cwd=second, env=environment, text=True, stderr=subprocess.PIPE)
+            with _until_end(process) as joiner:
+                times += [joiner.line("In run").came_s, lead.line("counted").came_s]
+    num_bytes = sum(path.stat().st_size for path in python.rglob("*") if path.is_file())
+    parts = (
+        f"an environment, and pip ({num_bytes / 1e9:.1f} GB of files)",
+        "doctor",
+        "join, up to `In run`",
+        "a microbatch that counts",
+    )
+    rows: list[list[object]] = [
+        [part, f"{after - before:.1f}"] for part, (before, after) in zip(parts, pairwise(times), strict=True)
+    ]
+    return [["part", "seconds"], *rows, ["all", f"{times[-1] - times[0]:.1f}"]]
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--join", action="store_true", help="of a peer that joins a run")
+    parser.add_argument("--from-nothing", action="store_true", help="of a machine that joins, with its installation")
     arguments = parser.parse_args(words)
+    if arguments.from_nothing:
+        with tempfile.TemporaryDirectory() as folder:
+            write("from_nothing", table(f"From nothing to work that counts, by {PAGE}", from_nothing(Path(folder))))
+        return
     if arguments.join:
         measure_joins(arguments.repeats)
         return
