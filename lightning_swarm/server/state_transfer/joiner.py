@@ -308,7 +308,7 @@ class Joiner:
             reply = await READY.ask(self._transport, coordinator, ready, timeout=self._timeout)
         except ProtocolError as error:  # another joiner may have received its slot meanwhile
             raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
-        turn = f", {reply.num_before} joiners before this peer" if reply.num_before else ""
+        turn = f", {reply.num_before} wait before this peer" if reply.num_before else ""
         self._report(Progress("Waiting for a step to end", f"step {version} is open{turn}"))
 
     def _adopt_members(self, version: int, seats: SeatedMembers) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -218,30 +219,57 @@ def test_a_joiner_reports_each_of_its_waits(make_swarm: MakeSwarm, monkeypatch: 
     ]
 
 
+def all_join(swarm: Swarm) -> tuple[list[PeerId], dict[PeerId, dict[str, list[str]]]]:
+    """Let four servers join, one after the other; return their names, and the details that each reports by state."""
+    names = [PeerId(f"j{number}") for number in range(4)]
+    waits: dict[PeerId, dict[str, list[str]]] = {name: defaultdict(list) for name in names}
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    def note(name: PeerId, news: str | Progress) -> None:
+        if isinstance(news, Progress):
+            waits[name][news.state].append(news.detail)
+
+    for name in names:
+        joiner = swarm.add_server(name).joiner
+        swarm.joining.append(swarm.loop.create_task(joiner.enter(find, partial(note, name))))
+        swarm.run(asyncio.sleep(0.1))
+    return names, waits
+
+
+def test_a_step_admits_joiners_in_turn(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told how many of those that are ready come before it; a stage of one server admits two."""
+    monkeypatch.setattr(donor, "_MAX_JOINING", 4)
+    swarm = make_swarm("a", "b b2 b3 b4 b5")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    names, waits = all_join(swarm)
+    state = "Waiting for a step to end"
+    turns = [waits[name].pop(state)[-1] for name in names]
+    assert turns == ["step 1 is open", *(f"step 1 is open, {number} wait before this peer" for number in (1, 2, 3))]
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert [swarm.servers[name].membership.is_member for name in names] == [True, True, False, False]
+    swarm.run(asyncio.sleep(1.0))
+    assert [waits[name][state][-1:] for name in names] == [
+        [],
+        [],
+        ["step 2 is open"],
+        ["step 2 is open, 1 wait before this peer"],
+    ]
+
+
 def test_joiners_download_and_enter_in_turn(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is told how many are before it. One that is away keeps its turn, and delays no other."""
     monkeypatch.setattr(donor, "_MAX_JOINING", 1)
     swarm = make_swarm("a", "b b2 b3 b4 b5")
     swarm.run(swarm.step(rows(0), rows(1)))
-    names = [PeerId(f"j{number}") for number in range(4)]
-    news: dict[PeerId, list[str | Progress]] = {name: [] for name in names}
-
-    async def find() -> Sequence[PeerId]:
-        return [A]
-
-    for name in names:
-        server = swarm.add_server(name)
-        swarm.joining.append(swarm.loop.create_task(server.joiner.enter(find, news[name].append)))
-        swarm.run(asyncio.sleep(0.1))
+    names, waits = all_join(swarm)
     swarm.run(asyncio.sleep(40.0))  # each has asked several times
-
-    def waits(name: PeerId) -> list[str]:
-        return [one.detail for one in news[name] if isinstance(one, Progress) and one.state.startswith("Waiting to")]
-
     for number, name in enumerate(names):
         before = f"at most 1 peers may join through a at once, and {number - 1} wait before this peer"
-        assert set(waits(name)) == ({before} if number else set())
-        assert len(waits(name)) > 1 or not number
+        details = waits[name]["Waiting to download stage 0"]
+        assert set(details) == ({before} if number else set())
+        assert len(details) > 1 or not number
     admitted = []
     for seed in range(2, 10):
         swarm.run(swarm.step(rows(seed)))
