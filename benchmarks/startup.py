@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import IO
 
@@ -177,6 +178,12 @@ class _PageHosts(Hosts):
         return f"203.0.113.{7 + number}"
 
 
+def _ended_cpu_s() -> float:
+    """CPU seconds of the child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def from_nothing(folder: Path) -> list[list[object]]:
     """Follow the page on a second host, from an empty environment to work that counts; returns a row for each part."""
     from tests.docs.commands import lines  # imports the whole package
@@ -205,19 +212,22 @@ def from_nothing(folder: Path) -> list[list[object]]:
             words = ("lightning_swarm", "invite", "--role", "server", "--out", second / "swarm.invite")
             assert start("-m", *words, environment=own).wait(_PATIENCE_S) == 0
             lead.line("first step")
-            times = [time.monotonic()]
+            times, used = [time.monotonic()], [_ended_cpu_s()]
             subprocess.run([sys.executable, "-m", "venv", python], check=True)
             [wheel] = first.glob("*.whl")
             subprocess.run([python / "bin" / "pip", "install", "-qq", wheel], check=True, env=environment)
             times.append(time.monotonic())
+            used.append(_ended_cpu_s())
             doctor, join = (
                 [*hosts.on(1), *(address[1] if "12D3" in word else word for word in words)] for words in typed[:2]
             )
             subprocess.run(doctor, check=True, cwd=second, env=environment, stdout=subprocess.DEVNULL)
             times.append(time.monotonic())
+            used.append(_ended_cpu_s())
             process = subprocess.Popen(join, cwd=second, env=environment, text=True, stderr=subprocess.PIPE)
             with _until_end(process) as joiner:
-                times += [joiner.line("In run").came_s, lead.line("counted").came_s]
+                entered = joiner.line("In run")
+                times += [entered.came_s, lead.line("counted").came_s]
     num_bytes = sum(path.stat().st_size for path in python.rglob("*") if path.is_file())
     parts = (
         f"an environment, and pip ({num_bytes / 1e9:.1f} GB of files)",
@@ -225,10 +235,11 @@ def from_nothing(folder: Path) -> list[list[object]]:
         "join, up to `In run`",
         "a microbatch that counts",
     )
-    rows: list[list[object]] = [
-        [part, f"{after - before:.1f}"] for part, (before, after) in zip(parts, pairwise(times), strict=True)
-    ]
-    return [["part", "seconds"], *rows, ["all", f"{times[-1] - times[0]:.1f}"]]
+    cpu_s = [*(after - before for before, after in pairwise(used)), entered.cpu_s]
+    rows: list[list[object]] = [["part", "seconds", "CPU seconds"]]
+    for part, (before, after), used_s in zip_longest(parts, pairwise(times), cpu_s):
+        rows.append([part, f"{after - before:.1f}", "" if used_s is None else f"{used_s:.1f}"])
+    return [*rows, ["all", f"{times[-1] - times[0]:.1f}", f"{sum(cpu_s):.1f}"]]
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
@@ -134,7 +135,8 @@ def test_the_example_joins_by_its_invitation(tmp_path: Path, monkeypatch: pytest
     notebook = Notebook(tmp_path, [*texts, "print('still here:', importlib.util.find_spec('pip') and strategy.peer)"])
     names: dict[str, Any] = {"__name__": "train"}
     exec(shown("docs/quickstart.md")["train.py"], names)
-    data = loader([(x, x.sin()) for x in torch.linspace(-3, 3, 6400).unsqueeze(1)])
+    x = torch.linspace(-3, 3, 6400).unsqueeze(1)
+    data = loader(TensorDataset(x, x.sin()))
     with quiet_warnings():
         strategy = SwarmStrategy(num_stages=2, trust="invited")
         options = {**QUIET, "precision": "32-true"}
