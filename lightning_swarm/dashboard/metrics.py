@@ -6,7 +6,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from lightning_swarm.dashboard.overview import Overview
+from lightning_swarm.dashboard.overview import NUMBERS, Overview
 
 _PREFIX: Final = "lightning_swarm:"
 
@@ -16,15 +16,9 @@ def metrics_text(now: Overview) -> bytes:
     registry = CollectorRegistry()
     rate, load = ("samples", "queued jobs") if now.kind == "run" else ("tokens", "open texts")
     for name, text, value in (
-        ("peers", "Listed peers.", now.num_peers),
-        ("silent_peers", "Listed peers that do not answer.", now.num_silent),
+        *((name, NUMBERS[name], value) for name, value in now.numbers.items()),
         ("survey_time_seconds", "Unix time of the last survey that worked.", now.at_s),
         ("survey_failed", "1 if the latest survey failed, otherwise 0.", now.problem is not None),
-        ("step", "The open step.", now.step),
-        ("steps_per_minute", "Steps per minute, over the last minute.", now.steps_per_minute),
-        (f"{rate}_per_second", f"{rate.capitalize()} per second.", now.rate),
-        ("sent_gigabytes_per_hour", "Traffic that all peers send, in 1e9 bytes.", now.gb_per_hour),
-        ("texts", "Open texts.", now.texts),
     ):
         if value is not None:
             Gauge(_PREFIX + name, text, registry=registry).set(value)

@@ -91,7 +91,7 @@ function choose(figure, time) {
 }
 
 function updateCurve(figure, { title, name, curves }) {
-  const { times_s: times, width_s: width } = curves, values = curves.series[name] ?? [];
+  const { begins: times, width } = curves, values = curves.series[name] ?? [];
   figure.points = times.map((time, place) => [time, values[place]]).filter(([, value]) => value != null);
   const most = Math.max(...figure.points.map(([, value]) => value), 0) || 1;
   figure.begin = times[0] ?? 0;
@@ -196,13 +196,14 @@ function updateStage(node, { title, stage, peers, isRun }) {
   setText(node.lastChild, more > 0 ? `and ${more.toLocaleString("en")} more` : "");
 }
 
-function stagesOf(state) {
-  const isRun = state.kind === "run", isWhole = state.stages.length === 1 && state.trainers_stage === 0;
-  const found = state.stages.map((stage, index) => ({
-    title: isWhole ? "The model" : `Stage ${index}${index === state.trainers_stage ? ", trainers'" : ""}`,
-    stage, isRun, peers: state.peers.filter((peer) => peer.stages.includes(index)),
+function stagesOf({ kind, stages, report }) {
+  const isRun = kind === "run", listed = report.peers ?? report.servers, trainers = report.trainers_stage;
+  const isWhole = stages.length === 1 && trainers === 0;
+  const found = stages.map((stage, index) => ({
+    title: isWhole ? "The model" : `Stage ${index}${index === trainers ? ", trainers'" : ""}`,
+    stage, isRun, peers: listed.filter((peer) => peer.stages.includes(index)),
   }));
-  const peers = state.peers.filter((peer) => !peer.stages.length);
+  const peers = listed.filter((peer) => !peer.stages.length);
   const num_peers = peers.filter((peer) => peer.problem == null).length;
   if (peers.length) found.push({ title: "Without a stage", stage: { num_peers, rate: null }, isRun, peers });
   return found;
@@ -232,9 +233,20 @@ function copyLine(text) {
   return make("div", "", code, button);
 }
 
+// The numbers that the page shows, with their titles.
+const FACTS = {
+  run: [["step", "step"], ["steps_per_minute", "steps/min"], ["samples_per_second", "samples/s"], ["peers", "peers"]],
+  model: [["texts", "texts"], ["tokens_per_second", "tokens/s"], ["peers", "servers"]],
+};
+const CURVES = {
+  run: [["samples_per_second", "samples/s"], ["steps_per_minute", "steps/min"], ["answering_peers", "peers that answer"],
+    ["sent_gigabytes_per_hour", "GB/h, all peers"]],
+  model: [["tokens_per_second", "tokens/s"], ["answering_peers", "servers"]],
+};
+
 function show(state) {
   newest_s = state.at_s;
-  const isRun = state.kind === "run", rate = isRun ? "samples/s" : "tokens/s";
+  const { numbers } = state;
   document.title = `${clean(state.name)} – lightning-swarm`;
   setText($("kind"), state.kind);
   setText($("name"), clean(state.name));
@@ -242,17 +254,12 @@ function show(state) {
   setText($("problem"), clean(state.problem));
   setText($("live"), `${state.problem == null ? "updated" : "last survey"} ${clock(state.at_s)}`);
   $("live").classList.toggle("bad", state.problem != null);
-  const silent = state.num_silent ? `, ${state.num_silent} silent` : "";
-  const peers = `${state.num_peers.toLocaleString("en")}${silent}`, now = number(state.rate);
-  const facts = Object.entries(isRun
-    ? { step: number(state.step), "steps/min": number(state.steps_per_minute), "samples/s": now, peers }
-    : { texts: number(state.texts), "tokens/s": now, servers: peers });
+  const silent = numbers.silent_peers ? `, ${numbers.silent_peers} silent` : "";
+  const facts = FACTS[state.kind].map(([name, title]) =>
+    [title, name === "peers" ? numbers.peers.toLocaleString("en") + silent : number(numbers[name])]);
   sync($("facts"), facts, ([name]) => name, ([name]) => make("div", "", make("dt", "", name), make("dd")),
     (node, [, value]) => setText(node.lastChild, value));
-  const curves = isRun
-    ? { rate, steps_per_minute: "steps/min", answering: "peers that answer", gb_per_hour: "GB/h, all peers" }
-    : { rate, answering: "servers" };
-  const figures = Object.entries(curves).map(([name, title]) => ({ name, title, curves: state.curves }));
+  const figures = CURVES[state.kind].map(([name, title]) => ({ name, title, curves: state.curves }));
   sync($("curves"), figures, ({ title }) => title, buildCurve, updateCurve);
   sync($("stages"), stagesOf(state), ({ title }) => title, buildStage, updateStage);
   const events = state.events.toReversed();

@@ -11,20 +11,19 @@ from typing import Final, TypeAlias
 
 from msgspec.structs import replace
 
+from lightning_swarm.core.curves import History, StepRate
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.core.readable import shorten
 from lightning_swarm.dashboard.changes import ChangeLog
-from lightning_swarm.dashboard.history import History, StepRate
-from lightning_swarm.dashboard.overview import Overview, completed, overview_of_model, overview_of_run
+from lightning_swarm.dashboard.overview import Overview, Report, completed, overview_of
 from lightning_swarm.monitor.model_report import ModelReport
-from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
+from lightning_swarm.monitor.swarm_report import ObservedPeer
 from lightning_swarm.network.addresses import Address
 
 _SMOOTHING: Final = 0.3  # weight of the newest rate, because rates over one second vary much
-_CURVES: Final = ("step", "rate", "steps_per_minute", "gb_per_hour")
 
-Reports: TypeAlias = Generator[SwarmReport | ModelReport]
+Reports: TypeAlias = Generator[Report]
 
 
 class Board:
@@ -36,18 +35,17 @@ class Board:
         self._rates: dict[str, MovingAverage] = {}  # peer id -> samples/s
         self.newest: Overview | None = None
 
-    def add(self, report: SwarmReport | ModelReport, now_s: float) -> Overview:
+    def add(self, report: Report, now_s: float) -> Overview:
         """Add a report; return its overview."""
-        if isinstance(report, ModelReport):
-            found = overview_of_model(report, self.address, now_s)
-        else:
-            known = {peer.peer_id: peer for peer in self.newest.peers} if self.newest is not None else {}
+        steps_per_minute = None
+        if not isinstance(report, ModelReport):
+            known = {peer.peer_id: peer for peer in self.newest.report.peers} if self.newest is not None else {}
             peers = tuple(self._smoothed(completed(peer, known.get(peer.peer_id))) for peer in report.peers)
             self._rates = {peer.peer_id: self._rates[peer.peer_id] for peer in peers}
-            found = overview_of_run(dataclasses.replace(report, peers=peers), self.address, now_s)
-            found = replace(found, steps_per_minute=self._steps.add(now_s, found.step))
-        numbers = {name: getattr(found, name) for name in _CURVES}
-        self._history.add(now_s, {**numbers, "answering": found.num_peers - found.num_silent})
+            report = dataclasses.replace(report, peers=peers)
+            steps_per_minute = self._steps.add(now_s, report.step)
+        found = overview_of(report, self.address, now_s, steps_per_minute)
+        self._history.add(now_s, found.numbers)
         events = self._log.add(self.newest or found, found)
         self.newest = replace(found, curves=self._history.curves(), events=events)
         return self.newest
@@ -80,8 +78,7 @@ def watch(
                     board.address = str(asked)
                     found = board.add(report, time.time())
                     publish(found)
-                    silent = {peer.peer_id for peer in found.peers if isinstance(peer, ObservedPeer) and peer.problem}
-                    texts = [f"{one.place}/{one.peer_id}" for one in found.peers if one.peer_id not in silent]
+                    texts = [f"{peer.place}/{peer.peer_id}" for peer in found.report.peers if peer.problem is None]
                     known = others = [*Address.parse_all(texts), address]
                     if stopped.wait(every_s):
                         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.readable import printable, short_name, size_text, table_lines
@@ -28,6 +28,7 @@ class ObservedServer:
     stage_ms: float  # mean milliseconds that one stage takes for a token; 0: not measured
     has_files: bool  # sends the model's files to other peers
     is_leaving: bool
+    problem: ClassVar[None] = None  # servers that died are no longer listed once their announcements have expired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,16 @@ class ModelReport:
     weights: str  # dtype or kind of quantisation
     stage_bytes: tuple[int, ...]
     servers: tuple[ObservedServer, ...]
+
+    @property
+    def peers(self) -> tuple[ObservedServer, ...]:
+        """The servers, under the same name as a run's peers."""
+        return self.servers
+
+    @property
+    def name(self) -> str:
+        """The model's kind, the beginning of its id, and its weights."""
+        return f"{self.kind} {self.model[:12]}, {self.weights}"
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,8 +99,7 @@ def model_table(report: ModelReport) -> str:
     # A text has a session at a server of each stage.
     num_texts = max(sum(server.num_texts for server in report.servers if stage in server.stages) for stage in stages)
     texts = f"{num_texts} text{'s' if num_texts != 1 else ''}, {report.tokens_per_s:.1f} tokens/s"
-    model = f"model {report.kind} {report.model[:12]}, {report.weights}"
-    lines = [f"{model}: {texts}", coverage(report.stage_bytes, held)]
+    lines = [f"model {report.name}: {texts}", coverage(report.stage_bytes, held)]
     if single and len(single) < len(stages):
         lines.append(f"No other server could continue the texts of {named_stages(single)}.")
     rows = [

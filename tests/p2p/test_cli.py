@@ -179,7 +179,7 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
 
     def answer(state: Any, number: int) -> bool:
         found = sum(stage["num_peers"] for stage in state["stages"])
-        return (found, state["problem"]) == (number, None) and state["step"] is not None
+        return (found, state["problem"]) == (number, None) and state["numbers"]["step"] is not None
 
     def has_resumed(state: Any) -> bool:
         # On a busy machine a living peer may also be silent in one survey.
@@ -191,8 +191,8 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
     joiner.process.send_signal(signal.SIGKILL)
     assert joiner.wait() == -signal.SIGKILL
     lost = state_until(lambda state: answer(state, 2) and has_resumed(state))
-    assert lost["step"] > whole["step"]
-    for peer in lost["peers"]:  # a killed peer is listed until its announcement expires
+    assert lost["numbers"]["step"] > whole["numbers"]["step"]
+    for peer in lost["report"]["peers"]:  # a killed peer is listed until its announcement expires
         if peer["peer_id"] == victim["peer_id"]:
             assert peer["problem"]
             assert peer["stages"] == victim["stages"]

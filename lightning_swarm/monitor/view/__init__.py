@@ -17,9 +17,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_swarm.client.status import SwarmStatus
+from lightning_swarm.core.curves import History
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.rebase import written_once
-from lightning_swarm.monitor.view.history import DownsampledSeries, PeerPresence, RateWindow, newer_than
+from lightning_swarm.monitor.view.history import PeerPresence, RateWindow, newer_than
 from lightning_swarm.monitor.view.scene import NO_SWARM, PeerRow, Scene
 from lightning_swarm.monitor.view.texts import event_line, plain_line
 from lightning_swarm.protocol.events import Event
@@ -75,7 +76,7 @@ class SwarmView(_ProgressBar):
         self._start_s: float | None = None
         self._next_line_s = 0.0
         self._last_event: Event | None = None
-        self._presence, self._rates, self._curve = PeerPresence(), RateWindow(), DownsampledSeries()
+        self._presence, self._rates, self._curve = PeerPresence(), RateWindow(), History()
         self._status = NO_SWARM
         self._rows: Sequence[Sequence[PeerRow]] = ()
         self._metrics: dict[str, float] = {}
@@ -249,7 +250,7 @@ class SwarmView(_ProgressBar):
             self._metrics = metrics
             # The first metric of the progress bar, usually the loss. Lightning may put a logger's `v_num` before it.
             if drawn := [value for name, value in metrics.items() if name != "v_num"]:
-                self._curve.add(drawn[0])
+                self._curve.add(self.trainer.global_step, {"loss": drawn[0]})
         self._update_swarm()
 
     def _scene(self) -> Scene:
@@ -257,7 +258,7 @@ class SwarmView(_ProgressBar):
         with self._lock:
             status, rows = self._status, self._rows
             steps_per_s, samples_per_s = self._rates.current or (None, None)
-            losses = tuple(self._curve.values)
+            losses = self._curve.curves().series.get("loss", ())
         return Scene(
             status=status,
             stages=rows,

@@ -1,4 +1,4 @@
-"""The view's memory between two moments of a run: peers that are gone, rates, and a curve in bounded memory."""
+"""The view's memory between two moments of a run: peers that are gone, and rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from lightning_swarm.protocol.events import Event
 
 _RATE_WINDOW_S: Final = 10.0
 _SHOW_GONE_S: Final = 60.0
-_MAX_VALUES: Final = 512  # of a `DownsampledSeries`
 
 
 class PeerPresence:
@@ -73,24 +72,6 @@ class RateWindow:
         (begin_s, first, before), (end_s, last, after) = self._points[0], self._points[-1]
         self._newest = (last - first) / (end_s - begin_s), (after - before) / (end_s - begin_s)
         return self._newest
-
-
-class DownsampledSeries:
-    """A number over a whole run in bounded memory: the longer the run, the coarser."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-        self._every = 1
-        self._num_seen = 0
-
-    def add(self, value: float) -> None:
-        """Keep every n-th value, where n doubles whenever the memory is full."""
-        self._num_seen += 1
-        if self._num_seen % self._every:
-            return
-        self.values.append(value)
-        if len(self.values) >= _MAX_VALUES:
-            self.values, self._every = self.values[::2], 2 * self._every
 
 
 def newer_than(last: Event | None, events: Sequence[Event]) -> Sequence[Event]:

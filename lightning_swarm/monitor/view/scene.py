@@ -36,7 +36,7 @@ class Scene:
     epoch: int = 0
     progress: float | None = None  # share of the run that is done, 0 to 1
     metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the progress bar
-    losses: Sequence[float] = ()  # the first metric over time
+    losses: Sequence[float | None] = ()  # the first metric over time
     samples_per_s: float | None = None  # over the last seconds
     steps_per_s: float | None = None
     elapsed_s: float = 0.0

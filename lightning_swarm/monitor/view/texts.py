@@ -95,9 +95,9 @@ def rates_text(scene: Scene) -> str:
     return f"{scene.steps_per_s:.3g} steps/s" if scene.steps_per_s else ""
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def sparkline(values: Sequence[float | None], width: int) -> str:
     """Draw a curve in one line of text: each character is the mean of an equal span of `values`."""
-    finite = [value for value in values if math.isfinite(value)]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
     if len(finite) < 2 or width < 2:
         return ""
     num = min(width, len(finite))

@@ -35,19 +35,19 @@ def silent(number: int) -> ObservedPeer:
 
 def test_the_example_has_each_number_and_event() -> None:
     found = overview()
-    assert (found.kind, found.name, found.num_peers, found.num_silent) == ("run", "tiny-gpt", 9, 1)
-    assert found.steps_per_minute == pytest.approx(60 * 9 / 40, rel=0.1)
+    assert (found.kind, found.name, found.numbers["peers"], found.numbers["silent_peers"]) == ("run", "tiny-gpt", 9, 1)
+    assert found.numbers["steps_per_minute"] == pytest.approx(60 * 9 / 40, rel=0.1)
     # Of four stages, the median is the mean of the two in the middle.
     rates = sorted(stage.rate or 0.0 for stage in found.stages)
-    assert found.rate == pytest.approx((rates[1] + rates[2]) / 2)
+    assert found.numbers["samples_per_second"] == pytest.approx((rates[1] + rates[2]) / 2)
     assert [stage.num_peers for stage in found.stages] == [2, 2, 2, 2]
     assert [event.kind for event in found.events] == ["joined", "joined", "moved", "coordinator", "silent"]
     assert found.events[2].text == "rV8hZu moved from stage 1 to stage 2"
     assert found.events[3].text == "Lz9eHs coordinates now, in place of Sow8nd"
     assert found.events[4].resumed_s is not None
     assert 20 <= found.events[4].resumed_s <= 26  # it stood still for 20 s, and a step takes 4.4 s
-    assert found.curves.series.keys() == {"step", "rate", "steps_per_minute", "answering", "gb_per_hour"}
-    (gone,) = (one for one in found.peers if isinstance(one, ObservedPeer) and one.problem)
+    assert found.curves.series.keys() == found.numbers.keys()
+    (gone,) = (one for one in found.report.peers if isinstance(one, ObservedPeer) and one.problem)
     assert gone.stages == (2,)  # its last known one
     assert found.join == (f"lightning-swarm join {ADDRESS} --invite swarm.invite train.py",)
 
@@ -75,7 +75,7 @@ def test_a_coordinator_that_dies_is_replaced_by_an_event_although_surveys_in_bet
     found = [board.add(each, START_S + 2 * second) for second, each in enumerate((before, between, between, after))]
     assert [event.kind for event in found[-1].events] == ["silent", "coordinator"]
     assert found[-1].events[0].resumed_s == 6.0
-    assert found[1].step is None
+    assert found[1].numbers["step"] is None
     assert found[1].coordinator is None
 
 
@@ -109,9 +109,9 @@ def test_a_stage_of_thousands_is_sent_as_a_few_hundred_with_those_that_need_atte
     peers[9_000] = silent(9_000)
     found = before.add(report(peers), START_S + 1)
     shown = found.shown()
-    assert len(shown.peers) <= MAX_BOXES_IN_ALL
+    assert len(shown.report.peers) <= MAX_BOXES_IN_ALL
     assert sum(stage.num_peers for stage in shown.stages) == 9_999
-    assert name(9_000) in {one.peer_id for one in shown.peers}
+    assert name(9_000) in {one.peer_id for one in shown.report.peers}
     assert len(zlib.compress(msgspec.json.encode(shown))) < 100_000
 
 
@@ -120,11 +120,11 @@ def test_a_served_model_has_its_servers_texts_and_tokens() -> None:
     board.add(model_report(), START_S)
     report = model_report()
     found = board.add(replace(report, servers=report.servers[:2]), START_S + 1)
-    assert (found.kind, found.step, found.num_peers) == ("model", None, 2)
+    assert (found.kind, "step" in found.numbers, found.numbers["peers"]) == ("model", False, 2)
     assert [(stage.num_peers, stage.load) for stage in found.stages] == [(1, 3), (1, 3), (1, 3), (0, 0)]
     assert [event.text for event in found.events] == ["u7RmVa left stages 2 to 3"]
-    assert found.rate == pytest.approx((2 * 41.5 + 38.5) / 4)
-    assert json.loads(msgspec.json.encode(found))["peers"][0]["tokens_per_s"] == 41.5
+    assert found.numbers["tokens_per_second"] == pytest.approx((2 * 41.5 + 38.5) / 4)
+    assert json.loads(msgspec.json.encode(found))["report"]["servers"][0]["tokens_per_s"] == 41.5
 
 
 def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:
@@ -148,7 +148,7 @@ def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:
     watch(address, opened, published.append, stopped, every_s=0.001)
     assert asked == [ADDRESS, ADDRESS, f"203.0.113.8:31337/{name(1)}"]
     assert [found.problem for found in published] == [None, "It is gone.", "It is gone.", None]
-    assert published[1].peers == published[0].peers
+    assert published[1].report == published[0].report
     assert f" {asked[-1]} " in published[-1].join[0]
     asked.clear()
     with pytest.raises(Unreachable):  # the error of a command with a wrong address

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from lightning_swarm.dashboard.history import MAX_POINTS, History, StepRate
+from lightning_swarm.core.curves import MAX_POINTS, History, StepRate
 
 MONTH_S = 30 * 86400
 
@@ -24,9 +24,9 @@ def test_a_month_takes_no_more_memory_than_a_day_and_keeps_its_ends_and_means() 
         tracemalloc.stop()
     assert max(sizes[1:]) < 2 * sizes[0]
     curves = history.curves()
-    assert MAX_POINTS / 2 <= len(curves.times_s) <= MAX_POINTS
-    assert curves.times_s[0] <= 1e9
-    assert 1e9 + MONTH_S - curves.width_s <= curves.times_s[-1] <= 1e9 + MONTH_S
+    assert MAX_POINTS / 2 <= len(curves.begins) <= MAX_POINTS
+    assert curves.begins[0] <= 1e9
+    assert 1e9 + MONTH_S - curves.width <= curves.begins[-1] <= 1e9 + MONTH_S
     rates = curves.series["rate"]
     assert "step" not in curves.series  # it was never known
     assert None not in rates
@@ -38,10 +38,10 @@ def test_a_pause_leaves_a_gap_and_a_clock_that_goes_back_none() -> None:
     history = History()
     for now_s in (1000.0, 1001.0, 1100.0, 900.0):
         history.add(now_s, {"rate": now_s})
-    assert history.curves().times_s == (1000.0, 1001.0, 1100.0)
+    assert history.curves().begins == (1000.0, 1001.0, 1100.0)
     assert history.curves().series == {"rate": (1000.0, 1001.0, 1000.0)}
     history.add(1000.0 + 100 * MONTH_S, {"rate": 1.0})  # a machine that slept
-    assert len(history.curves().times_s) == 2
+    assert len(history.curves().begins) == 2
 
 
 def test_the_rate_of_steps_is_right_for_fast_and_slow_runs_and_falls_during_a_stop() -> None:

@@ -17,25 +17,25 @@ _Sums = dict[str, tuple[float, int]]  # name -> sum and count
 class Curves(Struct, frozen=True, kw_only=True):
     """Means of several numbers, over intervals of equal length."""
 
-    width_s: float = 1.0  # length of an interval
-    times_s: tuple[float, ...] = ()  # Unix time at which each interval begins, without intervals that have no survey
+    width: float = 1.0  # length of an interval, in seconds or steps
+    begins: tuple[float, ...] = ()  # at which each interval begins, without empty intervals
     series: dict[str, tuple[float | None, ...]] = {}  # None: unknown
 
 
 class History:
-    """Keeps the curves. If they have more than `MAX_POINTS` intervals, neighbouring intervals are merged."""
+    """Keeps curves over time or steps. If they have more than `MAX_POINTS` intervals, neighbouring ones are merged."""
 
     def __init__(self) -> None:
-        self._width_s = 1.0
+        self._width = 1.0
         self._bins: dict[int, _Sums] = {}  # number of the interval -> sums, ascending
 
-    def add(self, now_s: float, values: Mapping[str, float | None]) -> None:
-        """Add measurements. If the clock went back, they belong to the newest interval."""
-        index = max(int(now_s // self._width_s), next(reversed(self._bins), 0))
+    def add(self, now: float, values: Mapping[str, float | None]) -> None:
+        """Add measurements at a time or step. If it went back, they belong to the newest interval."""
+        index = max(int(now // self._width), next(reversed(self._bins), 0))
         first = next(iter(self._bins), index)
         while index - first >= MAX_POINTS:
             index, first = index // 2, first // 2
-            self._width_s *= 2
+            self._width *= 2
             former, self._bins = self._bins, {}
             for number, sums in former.items():
                 _add(self._bins.setdefault(number // 2, {}), sums)
@@ -46,8 +46,8 @@ class History:
         sums = self._bins.values()
         names = dict.fromkeys(name for interval in sums for name in interval)
         return Curves(
-            width_s=self._width_s,
-            times_s=tuple(index * self._width_s for index in self._bins),
+            width=self._width,
+            begins=tuple(index * self._width for index in self._bins),
             series={name: tuple(_mean(interval.get(name)) for interval in sums) for name in names},
         )
 
@@ -59,7 +59,7 @@ def _add(into: _Sums, sums: _Sums) -> None:
 
 
 def _mean(sums: tuple[float, int] | None) -> float | None:
-    return None if sums is None else round(sums[0] / sums[1], 3)
+    return None if sums is None else float(f"{sums[0] / sums[1]:.6g}")
 
 
 class StepRate:
