@@ -41,6 +41,10 @@ class History:
                 _add(self._bins.setdefault(number // 2, {}), sums)
         _add(self._bins.setdefault(index, {}), {name: (x, 1) for name, x in values.items() if x is not None})
 
+    def truncate(self, now: float) -> None:
+        """Remove the intervals after a time or step, because the run went back."""
+        self._bins = {index: sums for index, sums in self._bins.items() if index <= now // self._width}
+
     def curves(self) -> Curves:
         """Return the curves so far."""
         sums = self._bins.values()

@@ -1,4 +1,4 @@
-"""Metrics of an overview for Prometheus. No label has text of a peer."""
+"""Metrics of an overview for Prometheus. Text of peers is in labels of logged numbers only."""
 
 from __future__ import annotations
 
@@ -31,4 +31,10 @@ def metrics_text(now: Overview) -> bytes:
         for index, stage in enumerate(now.stages):
             if (value := getattr(stage, field)) is not None:
                 gauge.labels(str(index)).set(value)
+    # A dashboard's curves have a bounded number of names, which a lead could change in each of its reports.
+    logged = [one for one in getattr(now.report, "logged", ()) if one.name in now.logged.series]
+    for field, text in (("value", "Newest number that the lead logged."), ("step", "Step of a logged number.")):
+        gauge = Gauge(f"{_PREFIX}logged_{field}", text, ["name"], registry=registry)
+        for number in logged:
+            gauge.labels(number.name).set(getattr(number, field))
     return generate_latest(registry)

@@ -67,6 +67,8 @@ class Overview(Struct, frozen=True, kw_only=True):
     numbers: dict[str, float | None]  # see `NUMBERS`; None: unknown now
     stages: tuple[StageOverview, ...]
     curves: Curves = Curves()  # of the numbers, over Unix time
+    logged: Curves = Curves()  # of the numbers that the lead logs, over steps
+    logged_at_s: tuple[float, ...] = ()  # Unix time of each interval of `logged`
     events: tuple[RunChange, ...] = ()  # newest last
     join: tuple[str, ...] = ()  # commands for other machines
 

@@ -34,7 +34,9 @@ function sync(parent, items, key, build, update) {
 
 const number = (value, digits = 1) =>
   value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: value >= 100 ? 0 : digits });
-let newest_s = 0; // time of the overview on the page
+// Four digits, with an exponent if the number is very small or large.
+const short = (value) => (value == null ? "–" : String(Number(value.toPrecision(4))));
+let newest_s = 0, newest = null, isOverTime = false; // time of the overview on the page, the overview, and an axis
 
 // Times before the last 20 hours have a date.
 function clock(at_s) {
@@ -52,7 +54,7 @@ function duration(seconds) {
 
 // ---------------------------------------------------------------------- curves
 
-function buildCurve({ title, name }) {
+function buildCurve({ name }) {
   const figure = make("figure"), svg = document.createElementNS(SVG, "svg"), output = make("output");
   svg.setAttribute("viewBox", "0 0 300 100");
   svg.setAttribute("preserveAspectRatio", "none");
@@ -63,7 +65,7 @@ function buildCurve({ title, name }) {
     part.setAttribute("class", kind);
     svg.append(part);
   }
-  figure.append(make("figcaption", "", title, output), svg, make("div", "axis", make("span"), make("span")));
+  figure.append(make("figcaption", "", make("span"), output), svg, make("div", "axis", make("span"), make("span")));
   figure.dataset.curve = name;
   const point = (event) => choose(figure, (event.offsetX / svg.clientWidth) * figure.span + figure.begin);
   svg.addEventListener("pointermove", point);
@@ -73,53 +75,59 @@ function buildCurve({ title, name }) {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key], points = figure.points;
     if (!by || !points.length) return;
     event.preventDefault();
-    const at = points.findIndex(([time]) => time === figure.chosen);
+    const at = points.findIndex(([place]) => place === figure.chosen);
     choose(figure, points[Math.max(0, Math.min(points.length - 1, (at < 0 ? points.length : at) + by))][0]);
   });
   return figure;
 }
 
-// Shows the value at a time, or the newest one.
-function choose(figure, time) {
-  const { points, begin, span } = figure, output = figure.querySelector("output");
-  const near = (best, one) => (Math.abs(one[0] - time) < Math.abs(best[0] - time) ? one : best);
-  const found = points.length && (time === null ? points.at(-1) : points.reduce(near));
-  figure.chosen = time === null ? null : found?.[0];
-  setText(output, found ? number(found[1], 2) + (time === null ? "" : ` at ${clock(found[0])}`) : "not measured");
-  const x = found && time !== null ? ((found[0] - begin) / span) * 300 : -9, mark = figure.querySelector(".mark");
+// Shows the value at a time or step, or the newest one.
+function choose(figure, at) {
+  const { points, begin, span, nameOfPlace } = figure, output = figure.querySelector("output");
+  const near = (best, one) => (Math.abs(one[0] - at) < Math.abs(best[0] - at) ? one : best);
+  const found = points.length && (at === null ? points.at(-1) : points.reduce(near));
+  figure.chosen = at === null ? null : found?.[0];
+  setText(output, found ? short(found[1]) + (at === null ? "" : ` at ${nameOfPlace(found[0])}`) : "not measured");
+  const x = found && at !== null ? ((found[0] - begin) / span) * 300 : -9, mark = figure.querySelector(".mark");
   for (const [key, value] of [["x1", x], ["x2", x], ["y1", 0], ["y2", x < 0 ? 0 : 100]]) mark.setAttribute(key, value);
 }
 
-function updateCurve(figure, { title, name, curves }) {
-  const { begins: times, width } = curves, values = curves.series[name] ?? [];
-  figure.points = times.map((time, place) => [time, values[place]]).filter(([, value]) => value != null);
-  const most = Math.max(...figure.points.map(([, value]) => value), 0) || 1;
-  figure.begin = times[0] ?? 0;
-  figure.span = Math.max((times.at(-1) ?? 0) - figure.begin, width);
-  const x = (time) => (((time - figure.begin) / figure.span) * 300).toFixed(1);
-  const y = (value) => (100 - (value / most) * 92).toFixed(1);
+// `places`: the times or steps of the values. Curves of rates begin at 0, and have gaps where surveys failed.
+function updateCurve(figure, { title, places, values, width, isRate, isOverTime }) {
+  setText(figure.querySelector("figcaption span"), title);
+  figure.points = places.map((place, index) => [place, values[index]]).filter(([, value]) => value != null);
+  figure.nameOfPlace = isOverTime ? clock : (step) => `step ${step.toLocaleString("en")}`;
+  const found = figure.points.map(([, value]) => value), most = Math.max(...found, ...(isRate ? [0] : []));
+  const least = isRate ? 0 : Math.min(...found);
+  figure.begin = places[0] ?? 0;
+  figure.span = Math.max((places.at(-1) ?? 0) - figure.begin, width);
+  const x = (place) => (((place - figure.begin) / figure.span) * 300).toFixed(1);
+  const y = (value) => (100 - ((value / 2 - least / 2) / (most / 2 - least / 2 || 1)) * 92).toFixed(1);
   let line = "", area = "", last = null, start = null;
   const close = () => { if (last !== null) area += `L${x(last)} 100L${x(start)} 100Z`; };
-  for (const [time, value] of figure.points) {
-    const isGap = last === null || time - last > Math.max(5, 2.5 * width); // surveys failed, or take longer
+  for (const [place, value] of figure.points) {
+    // A longer pause is a gap, because surveys failed or take longer.
+    const isGap = last === null || (isRate && place - last > Math.max(5, 2.5 * width));
+    const point = `${x(place)} ${y(value)}`;
     if (isGap) {
       close();
-      start = time;
+      start = place;
     }
-    line += `${isGap ? "M" : "L"}${x(time)} ${y(value)}`;
-    area += `${isGap ? "M" : "L"}${x(time)} ${y(value)}`;
-    last = time;
+    line += `${isGap ? `M${point}` : ""}L${point}`; // a single point is a dot
+    area += `${isGap ? "M" : "L"}${point}`;
+    last = place;
   }
   close();
   const [grid, fill, path] = figure.querySelectorAll("svg > *"), [left, right] = figure.querySelectorAll(".axis span");
   for (const [key, value] of [["x1", 0], ["x2", 300], ["y1", 100], ["y2", 100]]) grid.setAttribute(key, value);
   path.setAttribute("d", line);
-  fill.setAttribute("d", area);
-  setText(left, times.length ? `${duration(figure.span)} ago` : "");
-  setText(right, `max ${number(most, 2)}`);
+  fill.setAttribute("d", isRate ? area : "");
+  const over = isOverTime ? duration(figure.span) : `${figure.span.toLocaleString("en")} steps`;
+  const range = isRate ? `max ${short(most)}` : `${short(least)} to ${short(most)}`;
+  setText(left, !places.length ? "" : isOverTime ? `${over} ago` : figure.nameOfPlace(figure.begin));
+  setText(right, found.length ? range : "");
   choose(figure, figure.chosen ?? null);
-  const range = `now ${number(figure.points.at(-1)?.[1], 2)}, max ${number(most, 2)}`;
-  figure.querySelector("svg").setAttribute("aria-label", `${title} over ${duration(figure.span)}: ${range}`);
+  figure.querySelector("svg").setAttribute("aria-label", `${title} over ${over}: now ${short(found.at(-1))}, ${range}`);
 }
 
 // ---------------------------------------------------------------------- stages
@@ -239,12 +247,29 @@ const FACTS = {
   model: [["texts", "texts"], ["tokens_per_second", "tokens/s"], ["peers", "servers"]],
 };
 const CURVES = {
-  run: [["samples_per_second", "samples/s"], ["steps_per_minute", "steps/min"], ["answering_peers", "peers that answer"],
-    ["sent_gigabytes_per_hour", "GB/h, all peers"]],
+  run: [["samples_per_second", "samples/s"], ["steps_per_minute", "steps/min"],
+    ["answering_peers", "peers that answer"], ["sent_gigabytes_per_hour", "GB/h, all peers"]],
   model: [["tokens_per_second", "tokens/s"], ["answering_peers", "servers"]],
 };
 
+function showLogged({ logged, logged_at_s: times }) {
+  const places = isOverTime ? times : logged.begins, names = Object.keys(logged.series);
+  const figures = names.map((name) => ({
+    name, title: clean(name), places, values: logged.series[name], width: isOverTime ? 1 : logged.width, isOverTime,
+  }));
+  $("logging").hidden = !names.length;
+  sync($("logged"), figures, ({ name }) => name, buildCurve, updateCurve);
+}
+
+$("by-time").addEventListener("click", () => {
+  isOverTime = !isOverTime;
+  $("by-time").setAttribute("aria-pressed", isOverTime);
+  for (const figure of $("logged").children) figure.chosen = null;
+  showLogged(newest);
+});
+
 function show(state) {
+  newest = state;
   newest_s = state.at_s;
   const { numbers } = state;
   document.title = `${clean(state.name)} – lightning-swarm`;
@@ -259,8 +284,11 @@ function show(state) {
     [title, name === "peers" ? numbers.peers.toLocaleString("en") + silent : number(numbers[name])]);
   sync($("facts"), facts, ([name]) => name, ([name]) => make("div", "", make("dt", "", name), make("dd")),
     (node, [, value]) => setText(node.lastChild, value));
-  const figures = CURVES[state.kind].map(([name, title]) => ({ name, title, curves: state.curves }));
-  sync($("curves"), figures, ({ title }) => title, buildCurve, updateCurve);
+  const { begins, width, series } = state.curves;
+  const figures = CURVES[state.kind].map(([name, title]) =>
+    ({ name, title, places: begins, values: series[name] ?? [], width, isRate: true, isOverTime: true }));
+  sync($("curves"), figures, ({ name }) => name, buildCurve, updateCurve);
+  showLogged(state);
   sync($("stages"), stagesOf(state), ({ title }) => title, buildStage, updateStage);
   const events = state.events.toReversed();
   const after = ({ resumed_s: s }) => (s == null ? "" : `; a new step within ${number(s)} s`);

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Final, TypeAlias
 
@@ -18,9 +18,11 @@ from lightning_swarm.core.readable import shorten
 from lightning_swarm.dashboard.changes import ChangeLog
 from lightning_swarm.dashboard.overview import Overview, Report, completed, overview_of
 from lightning_swarm.monitor.model_report import ModelReport
-from lightning_swarm.monitor.swarm_report import ObservedPeer
+from lightning_swarm.monitor.swarm_report import ObservedNumber, ObservedPeer
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.protocol.messages.reports import MAX_LOGGED
 
+_AT_S: Final = ""  # no name of a logged number
 _SMOOTHING: Final = 0.3  # weight of the newest rate, because rates over one second vary much
 
 Reports: TypeAlias = Generator[Report]
@@ -32,6 +34,7 @@ class Board:
     def __init__(self, address: str) -> None:
         self.address = address  # for other machines to join
         self._history, self._log, self._steps = History(), ChangeLog(), StepRate()
+        self._logged, self._logged_steps, self._began_s = History(), dict[str, int](), 0.0
         self._rates: dict[str, MovingAverage] = {}  # peer id -> samples/s
         self.newest: Overview | None = None
 
@@ -44,11 +47,27 @@ class Board:
             self._rates = {peer.peer_id: self._rates[peer.peer_id] for peer in peers}
             report = dataclasses.replace(report, peers=peers)
             steps_per_minute = self._steps.add(now_s, report.step)
+            self._add_logged(report.logged, now_s)
         found = overview_of(report, self.address, now_s, steps_per_minute)
         self._history.add(now_s, found.numbers)
         events = self._log.add(self.newest or found, found)
-        self.newest = replace(found, curves=self._history.curves(), events=events)
+        logged = self._logged.curves()
+        times = [self._began_s + after_s for after_s in logged.series.pop(_AT_S, ()) if after_s is not None]
+        self.newest = replace(
+            found, curves=self._history.curves(), events=events, logged=logged, logged_at_s=tuple(times)
+        )
         return self.newest
+
+    def _add_logged(self, logged: Sequence[ObservedNumber], now_s: float) -> None:
+        """Add new logged numbers to the curves. Curves continue if another peer leads, and end at a run's new step."""
+        self._began_s = self._began_s or now_s
+        for number in sorted(logged, key=lambda number: number.step):
+            name, step = number.name, number.step
+            is_known = name in self._logged_steps or len(self._logged_steps) < MAX_LOGGED
+            if is_known and self._logged_steps.get(name) != step:
+                self._logged_steps[name] = step
+                self._logged.truncate(step)
+                self._logged.add(step, {name: number.value, _AT_S: now_s - number.age_s - self._began_s})
 
     def _smoothed(self, peer: ObservedPeer) -> ObservedPeer:
         average = self._rates.setdefault(peer.peer_id, MovingAverage(_SMOOTHING))

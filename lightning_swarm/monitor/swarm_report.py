@@ -24,9 +24,10 @@ cut; or null), `portable` (the stages that took the newest step by portable arit
 waits for a run), `samples_per_s` (forward through each of its stages except the trainers'), `queued` (jobs),
 `sent_gb_per_hour`, `received_gb_per_hour`, `age_s`, `role` (of its certificate; null in a run that takes any peer),
 `refused` (requests of peers whose certificates do not permit them), `peak_gb` and `arithmetic` (the kind of machine;
-machines of one kind compute the same bits).
+machines of one kind compute the same bits). `logged` has the newest number of each name that the lead logs, with
+`name`, `value`, `step` (the Trainer's `global_step`) and `age_s`.
 """
-"""The fields of `SwarmReport` and `ObservedPeer`, for the help of `status --json`."""
+"""The fields of `SwarmReport`, `ObservedPeer` and `ObservedNumber`, for the help of `status --json`."""
 
 _DIGEST: Final = re.compile(r"(?<=\bcpu )[0-9a-f]{8}, ")  # see `arithmetic_of`
 
@@ -80,6 +81,16 @@ class ObservedPeer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObservedNumber:
+    """The newest number that the lead logged under a name."""
+
+    name: str  # printable
+    value: float
+    step: int  # the Trainer's `global_step`
+    age_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SwarmReport:
     """A swarm at one moment."""
 
@@ -90,6 +101,7 @@ class SwarmReport:
     trainers_stage: int | None = None
     portable: tuple[int, ...] = ()
     peers: tuple[ObservedPeer, ...]
+    logged: tuple[ObservedNumber, ...] = ()  # each name once
 
     @property
     def is_whole(self) -> bool:
@@ -112,6 +124,7 @@ def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) ->
         _peer(sighting, past.get(sighting.peer_id, _EMPTY_REPORT), coordinator, num_stages) for sighting in sightings
     )
     newest = servers[coordinator].newest if coordinator else None
+    lead = reports.get(PeerId(mode([server.lead for server in servers.values()] or [""])))
     return SwarmReport(
         run_id=next((report.run_id for report in reports.values()), ""),
         step=servers[coordinator].step if coordinator else None,
@@ -120,6 +133,15 @@ def summarize(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) ->
         trainers_stage=mode([server.trainers_stage for server in servers.values()] or [None]),
         portable=tuple(newest.portable) if newest else (),
         peers=peers,
+        logged=_logged(lead) if lead is not None else (),
+    )
+
+
+def _logged(lead: PeerReport) -> tuple[ObservedNumber, ...]:
+    found = {printable(number.name): number for number in lead.logged}
+    return tuple(
+        ObservedNumber(name=name, value=number.value, step=number.step, age_s=number.age_s)
+        for name, number in found.items()
     )
 
 
@@ -217,6 +239,13 @@ def table(swarm: SwarmReport) -> str:
         for peer in swarm.peers
         if peer.refused
     ]
+    if swarm.logged:
+        step = max(number.step for number in swarm.logged)
+        texts = [
+            f"{number.name} {number.value:.4g}" + (f" (step {number.step})" if number.step != step else "")
+            for number in swarm.logged
+        ]
+        lines.append(f"logged by step {step}: {', '.join(texts)}")
     return "\n".join([_headline(swarm), "", *lines])
 
 

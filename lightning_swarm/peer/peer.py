@@ -34,7 +34,7 @@ from lightning_swarm.peer.text_requests import TextRequests
 from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol import bans, queries
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, PeerReport
+from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, LoggedNumber, PeerReport
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.state import OrderedSnapshots
 from lightning_swarm.protocol.tickets import TicketStore
@@ -76,6 +76,7 @@ class Peer:
         queries.answer_greetings(transport)
         bans.answer_bans(transport, self._members, self._spawn)
         survey.answer(transport, self._report, self._known_servers)
+        self.logged: Callable[[], list[LoggedNumber]] = list  # the numbers that this trainer logs as the lead
         self.text_requests = TextRequests(transport, runtime.post)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self._host = ServerHost(
@@ -111,6 +112,7 @@ class Peer:
             links=[_link(peer, link) for peer, link in self.transport.links.items()],
             role=UNSET if self._permit is None else self._permit.role,
             refused=self.transport.num_refused,
+            logged=self.logged(),
         )
 
     async def _known_servers(self) -> dict[PeerId, list[str]]:

@@ -33,6 +33,7 @@ from lightning_swarm.strategy.checkpointing import CheckpointFiles
 from lightning_swarm.strategy.data.shared import SharedData, can_share
 from lightning_swarm.strategy.framework import callbacks_of
 from lightning_swarm.strategy.join_bar import reporting_join
+from lightning_swarm.strategy.logged_numbers import LoggedNumbers
 from lightning_swarm.strategy.loop_counters import scaling_of
 from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
@@ -268,11 +269,12 @@ def _connect_loop(strategy: SwarmStrategy, run: SwarmRun) -> None:
 
 
 def _open_log(rollback: Rollback, run: SwarmRun) -> RunLog:
-    """Begin to log the run's membership changes; after a rollback, also the peers that it lost."""
+    """Begin to log membership changes, after a rollback also lost peers, and to offer logged numbers to surveys."""
     if rollback.membership is None:
         rollback.membership = Membership(run.session.run, run.peer.lead.addresses)
     run_log = RunLog(run.trainer, run.session, rollback.membership)
     run.undo.callback(run_log.open().close)
+    run.undo.callback(LoggedNumbers(run.trainer, run.peer).release)
     run_log.catch_up()
     return run_log
 

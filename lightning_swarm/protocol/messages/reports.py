@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, ShortText, SmallCount, WireMessage
+from lightning_swarm.protocol.messages.wire import (
+    MAX_TEXT,
+    Count,
+    NumSamples,
+    Seconds,
+    ShortText,
+    SmallCount,
+    WireMessage,
+)
 from lightning_swarm.protocol.settings import WithCompression
 
 EventKind: TypeAlias = Literal[
@@ -142,6 +151,18 @@ class ServerReport(WithCompression, frozen=True):
     arithmetic: ShortText = ""  # see `FreezeReply`
 
 
+MAX_LOGGED: Final = 32  # names of logged numbers, in a report and over a dashboard's time
+
+
+class LoggedNumber(WireMessage, frozen=True):
+    """The newest number that a run's lead logged under a name, as part of its peer's report."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT)]
+    value: Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+    step: Count  # the Trainer's `global_step`
+    age_s: ShortSeconds
+
+
 class PeerReport(WireMessage, frozen=True):
     """A peer's report about its activity, for any peer. Counts begin when the peer started."""
 
@@ -153,6 +174,7 @@ class PeerReport(WireMessage, frozen=True):
     links: Annotated[list[LinkReport], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
     role: ShortText | msgspec.UnsetType = msgspec.UNSET  # role in its certificate; unset: its run takes any peer
     refused: Count = 0  # requests that its gate refused
+    logged: Annotated[list[LoggedNumber], msgspec.Meta(max_length=MAX_LOGGED)] = []  # noqa: RUF012 - as above
 
 
 class OtherPeer(WireMessage, frozen=True):

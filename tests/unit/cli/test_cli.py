@@ -24,7 +24,7 @@ import lightning_swarm
 from lightning_swarm import Bottleneck, Limits, Maxout, SwarmStrategy, cli
 from lightning_swarm.cli import SwarmCLI
 from lightning_swarm.model.boundary_layers import Boundary
-from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
+from lightning_swarm.monitor.swarm_report import ObservedNumber, ObservedPeer, SwarmReport
 from lightning_swarm.testing import InMemoryStrategy
 
 CLASS = "lightning_swarm.SwarmStrategy"
@@ -275,7 +275,7 @@ def test_help_of_status_names_all_that_its_objects_have(
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "status", "--help")
     said = capsys.readouterr().out
-    for record in (SwarmReport, ObservedPeer):
+    for record in (SwarmReport, ObservedPeer, ObservedNumber):
         assert not [one.name for one in fields(record) if f"`{one.name}`" not in said]
 
 

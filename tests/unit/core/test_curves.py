@@ -44,6 +44,19 @@ def test_a_pause_leaves_a_gap_and_a_clock_that_goes_back_none() -> None:
     assert len(history.curves().begins) == 2
 
 
+def test_a_curve_over_steps_forgets_the_steps_that_a_run_lost() -> None:
+    history = History()
+    for step in range(1000):
+        history.truncate(step)
+        history.add(step, {"loss": step})
+    assert history.curves().begins == tuple(range(0, 1000, 8))
+    history.truncate(500)
+    assert history.curves().begins == tuple(range(0, 504, 8))
+    assert history.curves().series["loss"][-1] == 499.5  # steps 496 to 503
+    history.truncate(-1)
+    assert history.curves().begins == ()
+
+
 def test_the_rate_of_steps_is_right_for_fast_and_slow_runs_and_falls_during_a_stop() -> None:
     for step_s in (0.5, 4.0, 300.0):
         rate = StepRate()

@@ -9,7 +9,7 @@ from dataclasses import replace
 from lightning_swarm.dashboard.overview import Overview
 from lightning_swarm.dashboard.watch import Board
 from lightning_swarm.monitor.model_report import ModelReport, ObservedServer
-from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
+from lightning_swarm.monitor.swarm_report import ObservedNumber, ObservedPeer, SwarmReport
 
 START_S = 1_796_000_000.0
 ADDRESS = f"203.0.113.7:31337/12D3KooW{'A' * 44}"
@@ -51,10 +51,30 @@ def peer(number: int, second: int = 0, **options: object) -> ObservedPeer:
     return replace(made, **options)  # type: ignore[arg-type]
 
 
-def report(peers: list[ObservedPeer], step: int | None = 100, num_stages: int = 4) -> SwarmReport:
+def logged(step: int) -> tuple[ObservedNumber, ...]:
+    """Return the numbers that the lead has logged by a step; it validates after each fifth step."""
+
+    def number(name: str, at: int, value: float) -> ObservedNumber:
+        return ObservedNumber(name=name, value=value, step=at, age_s=(step - at) * 4.4)
+
+    validated = step // 5 * 5
+    return (
+        number("train_loss", step, 4 * 0.995 ** (step - 1200) + 0.1 * math.sin(step * step)),
+        number("val_loss", validated, 4.1 * 0.995 ** (validated - 1200)),
+    )
+
+
+def report(
+    peers: list[ObservedPeer],
+    step: int | None = 100,
+    num_stages: int = 4,
+    logged: tuple[ObservedNumber, ...] = (),
+) -> SwarmReport:
     """Return a report of some peers."""
     stages = tuple(tuple(one.peer_id for one in peers if index in one.stages) for index in range(num_stages))
-    return SwarmReport(run_id="tiny-gpt", step=step, steps_per_minute=0.0, stages=stages, peers=tuple(peers))
+    return SwarmReport(
+        run_id="tiny-gpt", step=step, steps_per_minute=0.0, stages=stages, peers=tuple(peers), logged=logged
+    )
 
 
 def reports(seconds: int) -> Iterator[SwarmReport]:
@@ -72,7 +92,7 @@ def reports(seconds: int) -> Iterator[SwarmReport]:
             peers = [replace(one, samples_per_s=one.samples_per_s / 8) for one in peers]
         else:
             step += len(peers) / 40
-        yield report(peers, step=int(step))
+        yield report(peers, step=int(step), logged=logged(int(step)))
 
 
 def overview(seconds: int = 400) -> Overview:

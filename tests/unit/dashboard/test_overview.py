@@ -17,8 +17,9 @@ from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.dashboard.changes import MAX_EVENTS, MAX_OF_SOURCE
 from lightning_swarm.dashboard.overview import MAX_BOXES_IN_ALL, Overview
 from lightning_swarm.dashboard.watch import Board, watch
-from lightning_swarm.monitor.swarm_report import ObservedPeer, SwarmReport
+from lightning_swarm.monitor.swarm_report import ObservedNumber, ObservedPeer, SwarmReport
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.protocol.messages.reports import MAX_LOGGED
 from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, name, overview, peer, report
 
 
@@ -125,6 +126,40 @@ def test_a_served_model_has_its_servers_texts_and_tokens() -> None:
     assert [event.text for event in found.events] == ["u7RmVa left stages 2 to 3"]
     assert found.numbers["tokens_per_second"] == pytest.approx((2 * 41.5 + 38.5) / 4)
     assert json.loads(msgspec.json.encode(found))["report"]["servers"][0]["tokens_per_s"] == 41.5
+
+
+def number(name: str, step: int, value: float, age_s: float = 0.0) -> ObservedNumber:
+    return ObservedNumber(name=name, value=value, step=step, age_s=age_s)
+
+
+def test_logged_numbers_become_curves_over_steps_with_times_and_end_where_the_run_goes_back() -> None:
+    board = Board(ADDRESS)
+    for second, logged in enumerate([
+        (number("train_loss", 3, 1.5), number("val_loss", 2, 2.0, age_s=20.0)),
+        (number("train_loss", 3, 9.9), number("val_loss", 2, 2.0, age_s=21.0)),  # nothing new
+        (),  # the lead is gone
+        (number("train_loss", 7, 0.5),),
+        (number("train_loss", 7, 0.5, age_s=1.0), number("val_loss", 8, 0.25)),
+    ]):  # fmt: skip
+        found = board.add(report([peer(0)], logged=logged), START_S + second)
+    assert found.logged.begins == (2.0, 3.0, 7.0, 8.0)
+    assert found.logged.series == {"val_loss": (2.0, None, None, 0.25), "train_loss": (None, 1.5, 0.5, None)}
+    assert found.logged_at_s == tuple(START_S + second for second in (-20, 0, 3, 4))
+    found = board.add(report([peer(0)], logged=(number("train_loss", 4, 0.75),)), START_S + 5)
+    assert found.logged.begins == (2.0, 3.0, 4.0)
+    assert found.logged.series["train_loss"] == (None, 1.5, 0.75)
+
+
+def test_a_lead_that_renames_its_numbers_and_counts_far_fills_no_memory() -> None:
+    board = Board(ADDRESS)
+    for second in range(300):
+        names = [f"{second} {place}" for place in range(MAX_LOGGED)]
+        logged = tuple(number(name, (1 << 64) - 1 - second % 2, 1e308 * (-1) ** second) for name in ["loss", *names])
+        found = board.add(report([peer(0)], logged=logged[:MAX_LOGGED]), START_S + second)
+    assert len(found.logged.series) <= MAX_LOGGED
+    assert len(board._logged_steps) == MAX_LOGGED
+    assert len(found.logged.begins) == 1
+    assert json.loads(msgspec.json.encode(found))["logged"]["series"]["loss"]
 
 
 def test_surveys_go_on_by_another_peer_if_the_asked_one_is_gone() -> None:

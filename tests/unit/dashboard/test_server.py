@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lightning_swarm.dashboard.overview import MAX_BOXES
 from lightning_swarm.dashboard.server import MAX_STREAMS, DashboardServer, OverviewFeed
 from lightning_swarm.dashboard.watch import Board
 from tests.browser import Browser
-from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, model_report, overview, peer, report
+from tests.unit.dashboard.example import ADDRESS, PROBLEM, START_S, logged, model_report, overview, peer, report
 
 TOKEN = "t" * 43
 HOSTILE = "<img src=x onerror=\"document.title='x'\"><script>document.title='x'</script>\u202e&amp;"
@@ -185,9 +186,12 @@ def test_a_slow_reader_receives_the_newest_overview_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["run", "model"])
-def test_metrics_are_prometheus_and_have_no_text_of_peers(site: Site, kind: str) -> None:
+def test_metrics_are_prometheus_and_have_text_of_peers_as_labels_of_logged_numbers_alone(site: Site, kind: str) -> None:
     board = Board(ADDRESS)
-    found = board.add(report([peer(0, role=HOSTILE), peer(1)]) if kind == "run" else model_report(), START_S)
+    loss, validated = logged(1203)
+    named = HOSTILE + '"} 7\n\\'
+    run = report([peer(0, role=HOSTILE), peer(1)], logged=(loss, replace(validated, name=named)))
+    found = board.add(run if kind == "run" else model_report(), START_S)
     site.feed.publish(found)
     text = site.get("/metrics").read().decode()
     values = {
@@ -201,7 +205,10 @@ def test_metrics_are_prometheus_and_have_no_text_of_peers(site: Site, kind: str)
     rate = "samples" if kind == "run" else "tokens"
     assert values[f"lightning_swarm:stage_{rate}_per_second", "0"] == found.stages[0].rate
     assert (("lightning_swarm:step",) in values) == (kind == "run")
-    assert "img" not in text
+    for number in run.logged if kind == "run" else ():
+        assert values["lightning_swarm:logged_value", number.name] == number.value
+        assert values["lightning_swarm:logged_step", number.name] == number.step
+    assert text.count("img") == (2 if kind == "run" else 0)
     assert peer(0).peer_id not in text
 
 
@@ -222,6 +229,23 @@ def test_a_browser_shows_stages_curves_events_and_hostile_text_as_text(
         for curve in ("samples_per_second", "steps_per_minute", "answering_peers", "sent_gigabytes_per_hour"):
             drawn = browser.run(f"document.querySelector('[data-curve={curve}] .curve').getAttribute('d')")
             assert 100 < drawn.count("L") < 240
+        titles = browser.run("[...document.querySelectorAll('#logged figcaption span')].map((one) => one.textContent)")
+        assert titles == ["train_loss", "val_loss"]
+        assert browser.run("document.querySelector('[data-curve=train_loss] .axis').textContent").startswith(
+            "step 1,200"
+        )
+        steps = browser.run("document.querySelector('[data-curve=train_loss] .curve').getAttribute('d')")
+        assert steps.count("L") > 50
+        assert (steps.count("M"), "NaN" in steps) == (1, False)
+        browser.run("document.getElementById('by-time').focus()")
+        browser.press("Enter")
+        browser.until("document.getElementById('by-time').ariaPressed === 'true'")
+        assert browser.run("document.querySelector('[data-curve=train_loss] .axis').textContent").startswith(
+            "7 min ago"
+        )
+        times = browser.run("document.querySelector('[data-curve=train_loss] .curve').getAttribute('d')")
+        assert times != steps  # the run stood still for a while
+        assert (times.count("L"), "NaN" in times) == (steps.count("L"), False)
         browser.run("document.querySelector('[data-curve=samples_per_second] svg').focus()")
         browser.press("ArrowLeft")
         assert " at " in browser.run("document.querySelector('[data-curve=samples_per_second] output').textContent")
@@ -237,13 +261,18 @@ def test_a_browser_shows_stages_curves_events_and_hostile_text_as_text(
         hostile = {"role": HOSTILE, "place": HOSTILE, "arithmetic": HOSTILE, "peer_id": HOSTILE + "x" * 300}
         crowd = [peer(number, stages=(number % 2,)) for number in range(10_000)]
         board.add(report(crowd, num_stages=3), START_S)
-        site.feed.publish(board.add(report([*crowd[1:], peer(0, **hostile)], num_stages=3), START_S + 1))
+        extremes = [replace(logged(at)[0], name=HOSTILE, value=1.7e308 * sign) for at, sign in ((7, -1), (8, 1))]
+        board.add(report([*crowd[1:], peer(0, **hostile)], num_stages=3, logged=(extremes[0],)), START_S + 1)
+        hostile_run = report([*crowd[1:], peer(0, **hostile)], num_stages=3, logged=(extremes[1],))
+        site.feed.publish(board.add(hostile_run, START_S + 2))
         browser.until("document.querySelectorAll('.stage').length === 3")
         assert browser.run("document.querySelectorAll('.peer').length") <= 3 * MAX_BOXES
         assert browser.run("document.querySelector('.more').textContent") == f"and {5000 - MAX_BOXES:,} more"
         assert browser.run("document.querySelector('.empty .note').textContent") == "no answering peer holds it"
         shown = browser.run("document.querySelector('.tag').textContent")
         assert shown == HOSTILE.replace("\u202e", "?")
+        assert browser.run("document.querySelector('#logged figcaption').textContent").startswith(shown)
+        assert browser.run("document.querySelector('#logged .curve').getAttribute('d')").count("L") == 2
         assert browser.run("document.querySelectorAll('img, main script').length") == 0
         assert browser.run("document.title") == "tiny-gpt – lightning-swarm"
         assert browser.run("document.documentElement.scrollWidth") <= width

@@ -24,9 +24,11 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.peer import lead
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.reports import (
+    MAX_LOGGED,
     CarriedReport,
     HeldStage,
     LinkReport,
+    LoggedNumber,
     MachineReport,
     OtherPeer,
     OtherPeers,
@@ -59,6 +61,7 @@ SERVING = ServerReport(
 REPORT = PeerReport(run_id="x", age_s=3600.0, sent_bytes=2_000_000_000, received_bytes=500_000_000, server=SERVING)
 
 COSTS = SampleCosts(flop=1e9, input_bytes=1, extra_bytes=0, gradient_bytes=0, output_bytes=1, graph_bytes=1)
+LOSS = LoggedNumber(name="train_loss", value=2.5, step=12, age_s=1.5)
 HELD = HeldStage(index=0, num_blocks=1, num_parameters=1, weight_bytes=4, costs=COSTS)
 
 
@@ -206,6 +209,17 @@ def test_what_is_missing_is_said() -> None:
     assert summarize([seen("a", None, "gone")]).run_id == ""
 
 
+def test_the_leads_numbers_are_shown_and_those_of_another_peer_are_not() -> None:
+    renamed, earlier = said(LOSS, name="\x1b[2J\u202eacc\n"), said(LOSS, name="val_loss", step=8, value=1 / 3)
+    lead = said(REPORT, logged=[said(LOSS, name="train_loss", value=9.0), renamed, earlier, LOSS])
+    false = said(REPORT, server=said(SERVING, lead="c"), logged=[said(LOSS, value=0.1)])
+    found = summarize([seen("a", lead), seen("b"), seen("c", false)])
+    numbers = [(number.name, number.value, number.step) for number in found.logged]
+    assert numbers == [("train_loss", 2.5, 12), ("?[2J?acc ", 2.5, 12), ("val_loss", 1 / 3, 8)]
+    assert table(found).splitlines()[-1] == "logged by step 12: train_loss 2.5, ?[2J?acc  2.5, val_loss 0.3333 (step 8)"
+    assert summarize([seen("a", None, "gone"), seen("b")]).logged == ()
+
+
 # ---------------------------------------------------------------------- asking
 
 
@@ -321,6 +335,13 @@ LIES = {
     "an empty step": encode(said(REPORT, server=said(SERVING, newest=StepReport(num_samples=0, num_batches=1)))),
     "many links": encode(said(REPORT, links=[LinkReport(peer_id="x")] * 1025)),
     "a way back in time": encode(said(REPORT, links=[LinkReport(peer_id="x", round_trip_s=-1.0)])),
+    "many numbers": encode(said(REPORT, logged=[LOSS] * (MAX_LOGGED + 1))),
+    "no finite number": encode(said(REPORT, logged=[said(LOSS, value=float("nan"))])),
+    "an endless number": encode(said(REPORT, logged=[said(LOSS, value=float("-inf"))])),
+    "a number without a name": encode(said(REPORT, logged=[said(LOSS, name="")])),
+    "a number with a long name": encode(said(REPORT, logged=[said(LOSS, name="x" * 101)])),
+    "a number of the future": encode(said(REPORT, logged=[said(LOSS, age_s=-1.0)])),
+    "a number before the first step": encode(said(REPORT, logged=[said(LOSS, step=-1)])),
     "an endless message": encode(
         said(REPORT, links=[LinkReport(peer_id="x", sent=CarriedReport(num_bytes=1 << 60, took_s=1.0))])
     ),

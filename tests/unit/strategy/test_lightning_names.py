@@ -51,6 +51,10 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Import
     assert parameters(_TrainingEpochLoop._accumulated_batches_reached) == ["self"]
     assert "handles_gradient_accumulation" in inspect.getsource(_TrainingEpochLoop._should_accumulate)
 
+    # `LoggedNumbers` follows these two.
+    assert parameters(trainer._logger_connector.update_train_step_metrics) == []
+    assert parameters(trainer._logger_connector.log_metrics) == ["metrics", "step"]
+
     # Hooks, launchers and helpers that are called or overridden by their private names.
     assert parameters(call._call_callback_hooks)[:2] == ["trainer", "hook_name"]
     assert parameters(call._call_lightning_module_hook)[:2] == ["trainer", "hook_name"]
