@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_swarm.protocol.settings import Compression as Compression
     from lightning_swarm.serving.remote_model import remote_model as remote_model
     from lightning_swarm.strategy.attach import AttachStrategy as AttachStrategy
+    from lightning_swarm.strategy.dashboard import Dashboard as Dashboard
     from lightning_swarm.strategy.sample_text import SampleText as SampleText
     from lightning_swarm.strategy.strategy import SwarmStrategy as SwarmStrategy
     from lightning_swarm.strategy.swarm_monitor import SwarmMonitor as SwarmMonitor
@@ -43,6 +44,7 @@ else:
         "AttachStrategy": "lightning_swarm.strategy.attach:AttachStrategy",
         "Bottleneck": "lightning_swarm.model.boundary_layers:Bottleneck",
         "Compression": "lightning_swarm.protocol.settings:Compression",
+        "Dashboard": "lightning_swarm.strategy.dashboard:Dashboard",
         "Limits": "lightning_swarm.core.limits:Limits",
         "Maxout": "lightning_swarm.model.boundary_layers:Maxout",
         "Rebalancing": "lightning_swarm.peer.config:Rebalancing",

@@ -11,12 +11,13 @@ from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning_swarm.core.import_hook import lazy_attributes
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
-from lightning_swarm.strategy import attach, sample_text, strategy, swarm_monitor
+from lightning_swarm.strategy import attach, dashboard, sample_text, strategy, swarm_monitor
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_swarm.strategy.registration import register
 
 __all__ = [
     "AttachStrategy",
+    "Dashboard",
     "SampleText",
     "SwarmCLI",  # noqa: F822 - `__getattr__` imports it
     "SwarmMonitor",
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     class _SwarmMonitor(swarm_monitor.SwarmMonitor, Callback):  # type: ignore[misc]
         pass
 
+    class _Dashboard(dashboard.Dashboard, Callback):  # type: ignore[misc]
+        pass
+
     class _SampleText(sample_text.SampleText, Callback):  # type: ignore[misc]
         pass
 
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
         pass
 
     AttachStrategy = _AttachStrategy
+    Dashboard = _Dashboard
     SwarmStrategy = _SwarmStrategy
     SwarmMonitor = _SwarmMonitor
     SwarmView = _SwarmView
@@ -51,6 +56,7 @@ else:
     AttachStrategy = rebased(attach.AttachStrategy, SingleDeviceStrategy, __name__)
     SwarmView = rebased(view.SwarmView, ProgressBar, __name__)
     SwarmMonitor = rebased(swarm_monitor.SwarmMonitor, Callback, __name__)
+    Dashboard = rebased(dashboard.Dashboard, Callback, __name__)
     SampleText = rebased(sample_text.SampleText, Callback, __name__)
 
 register(StrategyRegistry, __name__)

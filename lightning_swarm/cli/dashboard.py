@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import socket
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -39,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         help_text = f"{meaning} (default: %(default)g)"
         parser.add_argument(option, type=float, default=default, metavar="SECONDS", help=help_text)
+    # For the callback `Dashboard`: a socket that listens already, and the process with which this one ends.
+    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     add_visitor_arguments(parser)
 
 
@@ -49,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not 0.1 <= seconds <= threading.TIMEOUT_MAX:
             raise ConfigError(f"`{name}` must be a number of seconds from 0.1 on, got {seconds:g}. Correct it.")
     _require_packages()
-    with closing(_listen(arguments.host, arguments.port)) as listening:
+    inherited = socket.socket(fileno=arguments.fd) if arguments.fd is not None else None
+    with closing(inherited or _listen(arguments.host, arguments.port)) as listening:
         return _serve(arguments, address, listening)
 
 
@@ -73,22 +80,34 @@ def _serve(arguments: argparse.Namespace, address: Address, listening: socket.so
         server.should_exit = True
         is_ready.set()
 
-    with visiting(arguments, "dashboard", str(address)) as visitor, ThreadPoolExecutor(1) as pool:
+    if arguments.parent is not None:
+        threading.Thread(target=_end_with, args=(arguments.parent, end), daemon=True).start()
+    # uvicorn stops at a signal, and then raises it again.
+    with (
+        leaving_on_signals(end),
+        visiting(arguments, "dashboard", str(address)) as visitor,
+        ThreadPoolExecutor(1) as pool,
+    ):
         open_reports = partial(watch_reports, every_s=0.0, timeout=arguments.timeout, visitor=visitor)
         surveys = pool.submit(watch, address, open_reports, publish, stopped, every_s=arguments.every)
         surveys.add_done_callback(end)
         try:
             is_ready.wait()  # a wrong address is an error before anything is served
-            if not surveys.done():
+            if not surveys.done() and not server.should_exit:
                 query = f"?token={token}" if token is not None else ""
                 print(f"Dashboard of {address}: http://{_shown(host, port)}/{query}", flush=True)  # noqa: T201
-                # uvicorn stops at a signal, and then raises it again.
-                with leaving_on_signals(lambda _: None):
-                    server.run(sockets=[listening])
+                server.run(sockets=[listening])
         finally:
             stopped.set()
         surveys.result()
     return 0
+
+
+def _end_with(parent: int, end: Callable[[object], None]) -> None:
+    """Call `end` once the parent process is gone, even if it was killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    end(None)
 
 
 def _shown(host: str, port: int) -> str:

@@ -91,7 +91,7 @@ class OverviewFeed:
             yield text
 
 
-class Dashboard:
+class DashboardApp:
     """Answers HTTP requests about the overviews of a feed."""
 
     def __init__(self, feed: OverviewFeed) -> None:
@@ -174,7 +174,7 @@ class DashboardServer(uvicorn.Server):
     """uvicorn's server, which ends the streams when it stops, because it would wait for them."""
 
     def __init__(self, feed: OverviewFeed, *, token: str | None, host: str) -> None:
-        app = Dashboard(feed).app(token=token, hosts=names_of(host, ()))
+        app = DashboardApp(feed).app(token=token, hosts=names_of(host, ()))
         options: dict[str, Any] = {"http": Connection, "ws": "none", "log_level": "warning"}
         options |= {"headers": [*_HEADERS.items()], "limit_concurrency": _MAX_CONNECTIONS}
         super().__init__(uvicorn.Config(app, **options))

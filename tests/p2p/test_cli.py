@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from lightning_swarm.planner.records import MIN_GAIN
 from tests.p2p.processes import COMMAND, Run
 from tests.p2p.warm import WarmRun, wait_until
 
-# Cold starts of peers in this file: 6. The onlooker is none.
+# Cold starts of peers in this file: 10. The onlooker is none.
 
 PROJECT = """
 from pathlib import Path
@@ -42,7 +43,9 @@ class Net(L.LightningModule):
         if batch_idx == 0 and self.trainer.current_epoch == 0:
             print("trained in", self.trainer.strategy.local_rank, flush=True)
         self.trainer.should_stop = Path("enough").exists()
-        return self.net(batch[0]).square().mean()
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -170,13 +173,6 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
     dashboard = command("dashboard", f"{victim['place']}/{victim['peer_id']}", "--port", 0, "--every", 0.2)
     page = dashboard.wait_for("Dashboard of ").split()[-1]
 
-    def state_until(wanted: Callable[[Any], Any]) -> Any:
-        with urllib.request.urlopen(f"{page}api/events") as stream:
-            for line in stream:
-                if line.startswith(b"data: ") and wanted(state := json.loads(line.removeprefix(b"data: "))):
-                    return state
-        raise AssertionError("the stream ended")
-
     def answer(state: Any, number: int) -> bool:
         found = sum(stage["num_peers"] for stage in state["stages"])
         return (found, state["problem"]) == (number, None) and state["numbers"]["step"] is not None
@@ -187,10 +183,10 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
         of_victim = [one for one in losses if victim["peer_id"][-6:] in one["text"]]
         return bool(of_victim) and of_victim[-1]["resumed_s"] is not None
 
-    whole = state_until(lambda state: answer(state, 3))
+    whole = state_until(page, lambda state: answer(state, 3))
     joiner.process.send_signal(signal.SIGKILL)
     assert joiner.wait() == -signal.SIGKILL
-    lost = state_until(lambda state: answer(state, 2) and has_resumed(state))
+    lost = state_until(page, lambda state: answer(state, 2) and has_resumed(state))
     assert lost["numbers"]["step"] > whole["numbers"]["step"]
     for peer in lost["report"]["peers"]:  # a killed peer is listed until its announcement expires
         if peer["peer_id"] == victim["peer_id"]:
@@ -205,6 +201,36 @@ def test_a_dashboard_goes_on_by_another_peer_if_the_asked_server_is_killed(comma
     (tmp_path / "enough").touch()
     assert run.wait() == 0, "".join(run.output)
     assert [one.survivors() for one in (run, joiner, onlooker, dashboard)] == [[], [], [], []]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("end", ["done", "killed"])
+def test_the_callbacks_page_shows_losses_and_ends_with_the_trainer(command: Command, tmp_path: Path, end: str) -> None:
+    callback = "[{class_path: lightning_swarm.Dashboard, init_args: {port: 0}}]"
+    run = command("fit", "--config", "run.yaml", "--trainer.devices", 2, "--trainer.callbacks", callback)
+    page = run.wait_for("Dashboard of this run: ").split()[-1]
+    state = state_until(page, lambda state: len(state["logged"]["series"].get("train_loss", ())) > 2)
+    assert state["logged"]["begins"] == sorted(state["logged"]["begins"])
+    assert b'lightning_swarm:logged_value{name="train_loss"} ' in urllib.request.urlopen(f"{page}metrics").read()
+    if end == "killed":
+        run.process.send_signal(signal.SIGKILL)
+        assert run.wait() == -signal.SIGKILL
+    else:
+        (tmp_path / "enough").touch()
+        assert run.wait() == 0, "".join(run.output)
+    assert run.survivors() == []
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        urllib.request.urlopen(page)
+    assert sum("Dashboard of this run: " in line for line in run.output) == 1
+
+
+def state_until(page: str, wanted: Callable[[Any], Any]) -> Any:
+    """Return the first state of a dashboard that satisfies a condition."""
+    with urllib.request.urlopen(f"{page}api/events") as stream:
+        for line in stream:
+            if line.startswith(b"data: ") and wanted(state := json.loads(line.removeprefix(b"data: "))):
+                return state
+    raise AssertionError("the stream ended")
 
 
 def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
