@@ -50,53 +50,29 @@ def add_http_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", metavar="IP", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=8000, help="(default: %(default)d)")
     parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another name that clients may use for this endpoint, such as that of a proxy (repeatable)",
-    )
-    parser.add_argument(
         "--api-key",
         metavar="FILE",
         help="file of API keys, one a line; each request must have one of them. Required if other machines reach the "
         f"port (default: the file that {API_KEY_FILE} names)",
     )
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="a LoRA adapter of the model, as peft saves it; requests name it as their model (repeatable)",
-    )
-    parser.add_argument(
-        "--max-texts",
-        type=int,
-        default=DEFAULT_LIMITS.texts,
-        metavar="N",
-        help="texts to write at the same time (default: %(default)d)",
-    )
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=DEFAULT_LIMITS.waiting,
-        metavar="N",
-        help="requests that may wait for other requests to end; more get status 429 (default: %(default)d)",
-    )
-    parser.add_argument(
-        "--max-wait",
-        type=float,
-        default=DEFAULT_LIMITS.wait_s,
-        metavar="SECONDS",
-        help="time after which a waiting request gets status 429 (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="another site whose pages may use the endpoint, such as https://chat.example.org (repeatable)",
-    )
+    for option, form, meaning in (
+        ("--adapter", "NAME=FOLDER", "a LoRA adapter of the model, as peft saves it; requests name it as their model"),
+        ("--allow-host", "NAME", "another name that clients may use for this endpoint, such as that of a proxy"),
+        ("--allow-origin", "ORIGIN", "another site whose pages may use the endpoint, such as https://chat.example.org"),
+    ):
+        parser.add_argument(option, action="append", default=[], metavar=form, help=f"{meaning} (repeatable)")
+    for option, default, unit, meaning in (
+        ("--max-texts", DEFAULT_LIMITS.texts, "N", "texts to write at the same time"),
+        (
+            "--max-waiting",
+            DEFAULT_LIMITS.waiting,
+            "N",
+            "requests that may wait for other requests to end; more get status 429",
+        ),
+        ("--max-wait", DEFAULT_LIMITS.wait_s, "SECONDS", "time after which a waiting request gets status 429"),
+    ):
+        text = f"{meaning} (default: %(default)g)"
+        parser.add_argument(option, type=type(default), default=default, metavar=unit, help=text)
     parser.add_argument(
         "--weights",
         type=Path,

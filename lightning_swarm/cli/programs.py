@@ -262,8 +262,8 @@ PEER_COMMANDS: Final = {
 
 def run_peer(name: str, arguments: Sequence[str]) -> int:
     """Run `join` or `serve`; returns the exit status, unless the program itself ends the process."""
-    if name == "serve" and serving.is_for_model(arguments):
-        return serving.run_serve(arguments)
+    if name == "serve" and any(argument.partition("=")[0] in serving.SERVED_OPTIONS for argument in arguments):
+        return serving.run_serve(arguments)  # of a finished model
     own, program = _split(arguments, address_first=name == "join")
     parser = PEER_COMMANDS[name].parser()
     chosen = parser.parse_args(own)

@@ -82,23 +82,14 @@ def num_bytes(option: str, text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def is_for_model(arguments: Sequence[str]) -> bool:
-    """Return whether arguments of `serve` are for a finished model."""
-    return any(argument.partition("=")[0] in SERVED_OPTIONS for argument in arguments)
-
-
-def run_serve(arguments: Sequence[str]) -> int:
-    """Run `serve --weights`; returns the exit status."""
-    return _serve(serve_parser().parse_args(arguments))
-
-
 def serve_parser() -> argparse.ArgumentParser:
     """Return the parser of `serve` for a finished model."""
     return Command("serve", _SERVE, _add_serve_arguments).parser()
 
 
-def _serve(chosen: argparse.Namespace) -> int:
-    """Serve stages of a model until a signal; return the exit status."""
+def run_serve(arguments: Sequence[str]) -> int:
+    """Serve stages of a finished model until a signal; return the exit status."""
+    chosen = serve_parser().parse_args(arguments)
     say("Importing torch.")
     with collecting_rarely():
         from lightning_swarm.model.pretrained import PretrainedFolder, device_of

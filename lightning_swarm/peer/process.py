@@ -56,7 +56,7 @@ def how_to_join(config: SwarmConfig, addresses: Sequence[Address], entry: Entry 
     where = only_here if address.host_port.is_loopback else ""
     if _is_command():
         words = shlex.join(_for_others(sys.argv[2:]))  # the command's own arguments
-    elif _is_interactive():
+    elif _spec() is None and not hasattr(sys.modules["__main__"], "__file__"):  # a notebook or a prompt has no script
         words = _ANY_SCRIPT
     elif _spec() is not None:
         words = shlex.join(["-m", _program_name(), *program.module_arguments(_program_name())])
@@ -105,11 +105,6 @@ def _how_to_invite(config: SwarmConfig, entry: Entry, role: str, num_peers: int)
 def _is_command() -> bool:
     """Return whether the program is `lightning-swarm`, and not a script of the user's."""
     return _program_name() in ("lightning_swarm", "lightning-swarm")
-
-
-def _is_interactive() -> bool:
-    """Return whether this is a notebook or a prompt, which has no script that other peers could run."""
-    return _spec() is None and not hasattr(sys.modules["__main__"], "__file__")
 
 
 def _program_name() -> str:

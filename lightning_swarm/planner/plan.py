@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Final
 
-from lightning_swarm.coordinator.rebalancing.policy import MoveCosts, StageRates, plan
+from lightning_swarm.coordinator.rebalancing import policy
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner import cost_model
@@ -56,20 +55,8 @@ def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine 
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
-    """Assign machines with these rates in samples/s to stages, and return each stage's machine indices.
-
-    The fastest machines are placed first, each in the stage with the lowest total. Then they move as in a run.
-    """
-    totals = [(0.0, index) for index in range(num_stages)]
-    stages = StageRates(num_stages)
-    for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
-        total, index = totals[0]
-        heapq.heapreplace(totals, (total + rates[number], index))
-        stages.put(PeerId(str(number)), index, rates[number], scatter=0.0)
-    free = MoveCosts([0.0] * num_stages, horizon_s=1.0)
-    while moves := plan(stages, free):
-        for move in moves:
-            stages.move(move)
+    """Assign machines with these rates in samples/s to stages, and return each stage's machine indices."""
+    stages = policy.assign(rates, num_stages)
     held: list[list[int]] = [[] for _ in range(num_stages)]
     for number in range(len(rates)):
         stage = stages.stage_of(PeerId(str(number)))

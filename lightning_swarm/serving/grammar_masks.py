@@ -7,10 +7,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from lightning_swarm.serving import grammar_check
 from lightning_swarm.serving.grammar import Grammar, refuse
 from lightning_swarm.serving.http_fields import RequestError
+
+NewMask: TypeAlias = Callable[[], "GrammarMask"]
+"""A compiled grammar: returns the mask of a new text."""
 
 _CHECK_S: Final = 60.0  # for a busy machine: the check itself limits its processor time
 
@@ -39,7 +42,7 @@ class GrammarCompiler:
                 400, f"this model's tokenizer cannot follow grammars: {error}. Do not ask for JSON, grammars or tools"
             ) from error
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar) -> NewMask:
         """Check and compile a grammar, which may take seconds. Raises RequestError if it is wrong or too complex."""
         from llguidance import LLMatcher
 
@@ -54,7 +57,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar.whole, log_level=0, limits=grammar_check.new_limits())
         if matcher.is_error():
             refuse(grammar.param, _without_excerpt(matcher.get_error(), grammar))
-        return CompiledGrammar(matcher, grammar.param)
+        return lambda: GrammarMask(matcher.deep_copy(), grammar.param)
 
 
 def _without_excerpt(problem: str, grammar: Grammar) -> str:
@@ -89,17 +92,6 @@ def _checked(grammar: str, *, is_source: bool) -> tuple[str, str]:
         raise RequestError(500, f"grammars cannot be compiled here: {reason[-300:]}")
     lark, problem = json.loads(ended.stdout.splitlines()[-1])
     return lark, problem
-
-
-class CompiledGrammar:
-    """A grammar that is ready for texts."""
-
-    def __init__(self, matcher: Any, param: str) -> None:
-        self._matcher, self._param = matcher, param
-
-    def new_text(self) -> GrammarMask:
-        """Return the mask of a new text."""
-        return GrammarMask(self._matcher.deep_copy(), self._param)
 
 
 class GrammarMask:

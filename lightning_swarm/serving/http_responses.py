@@ -69,7 +69,10 @@ def read_response(body: bytes) -> tuple[Chat, dict[str, Any]]:
         _add(item, chat["messages"])
     if "max_output_tokens" in rest:
         chat["max_completion_tokens"] = rest.pop("max_output_tokens")
-    chat["tools"] = [_nested(tool, "tools") for tool in _list_of(rest.pop("tools", []), "tools")]
+    tools = rest.pop("tools", [])
+    if not isinstance(tools, list):
+        raise RequestError(400, f"`tools` must be a list, got {short(tools)}", param="tools")
+    chat["tools"] = [_nested(tool, "tools") for tool in tools]
     choice = rest.pop("tool_choice", "auto")
     chat["tool_choice"] = choice if isinstance(choice, str) else _nested(choice, "tool_choice")
     chat |= _format(rest.pop("text", {}))
@@ -81,12 +84,6 @@ def read_response(body: bytes) -> tuple[Chat, dict[str, Any]]:
     except RequestError as error:
         error.param = _NAMES.get(error.param or "", error.param)
         raise
-
-
-def _list_of(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise RequestError(400, f"`{name}` must be a list, got {short(value)}", param=name)
-    return value
 
 
 def _nested(tool: Any, param: str) -> dict[str, Any]:

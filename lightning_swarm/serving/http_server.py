@@ -28,7 +28,7 @@ from lightning_swarm.serving.texts import PromptScores, ServedText, TextWriter
 from lightning_swarm.serving.tool_calls import ToolUse, tool_use
 
 if TYPE_CHECKING:
-    from lightning_swarm.serving.grammar_masks import CompiledGrammar
+    from lightning_swarm.serving.grammar_masks import NewMask
 
 _HEALTH_S: Final = 10.0  # seconds for which a health check is valid, and its timeout
 _SPARE_CONNECTIONS: Final = 192  # connections in addition to one for each text and each waiting request
@@ -208,7 +208,7 @@ class TextEndpoint:
         shared = _SharedOptions(is_chat=True, grammar=grammar, use=use, form=form)
         return await self._answer(request, fields, served, [prompt], shared, resources)
 
-    async def _compiled(self, request: Any, served: ServedText, grammar: Grammar | None) -> CompiledGrammar | None:
+    async def _compiled(self, request: Any, served: ServedText, grammar: Grammar | None) -> NewMask | None:
         """Compile a grammar before any token is computed. Raises RequestError if texts cannot follow it."""
         if grammar is None:
             return None
@@ -277,7 +277,7 @@ class _SharedOptions:
     """The properties that all texts of a request share."""
 
     is_chat: bool = False
-    grammar: CompiledGrammar | None = None
+    grammar: NewMask | None = None
     use: ToolUse | None = None
     form: Form | None = None  # None: the form of completions and chats
 

@@ -15,7 +15,7 @@ from lightning_swarm.serving.http_fields import RequestError, TextFields
 from lightning_swarm.serving.pieces import StopFinder, TextPiece, TokenScore
 
 if TYPE_CHECKING:
-    from lightning_swarm.serving.grammar_masks import CompiledGrammar, GrammarCompiler
+    from lightning_swarm.serving.grammar_masks import GrammarCompiler, NewMask
     from lightning_swarm.serving.growing_text import GrowingText, TextListener
     from lightning_swarm.serving.text_scheduler import TextScheduler
 
@@ -63,7 +63,7 @@ class ServedText:
         encoded: Mapping[str, Any],
         fields: TextFields,
         prompt: Sequence[int],
-        grammar: CompiledGrammar | None,
+        grammar: NewMask | None,
         listener: TextListener,
         *,
         num_new: int,
@@ -82,7 +82,7 @@ class ServedText:
             prompt=prompt,
             ends=ends,
             seed=None if fields.seed is None else fields.seed + choice,
-            mask=None if grammar is None else grammar.new_text(),
+            mask=None if grammar is None else grammar(),
         )
         # `generate` must not draw or penalize: the sampler does, in vLLM's order.
         options = {"num_beams": 1, "num_return_sequences": 1, "do_sample": False, "repetition_penalty": 1.0}
@@ -198,7 +198,7 @@ class TextWriter:
         prompt: str = "",  # the prompt's text
         choice: int = 0,  # index among the choices of the prompt
         prompt_scores: PromptScores | None = None,  # None: not requested
-        grammar: CompiledGrammar | None = None,
+        grammar: NewMask | None = None,
         scope: Hashable = "",  # only texts of the same scope share prefixes
         kept_tokens: Collection[int] = (),  # special tokens that are part of the text
         on_end: Callable[[], None] = lambda: None,  # called on the event loop when the text has ended

@@ -287,14 +287,11 @@ def _log(logger: Any, samples: Sequence[Sample]) -> None:
         logger.log_text("samples", columns=list(_COLUMNS), data=rows, step=step)
     elif callable(getattr(getattr(logger, "experiment", None), "add_text", None)):  # TensorBoard
         for number, sample in enumerate(samples):
-            logger.experiment.add_text(f"samples/{number}", _as_markdown(sample), step)
+            lines = [f"    {line}" for line in (sample.prompt + sample.text).splitlines()]  # code in Markdown
+            text = "\n".join(lines) + f"\n\n{sample.tokens_per_s:.1f} tokens/s"
+            logger.experiment.add_text(f"samples/{number}", text, step)
     elif (folder := logger.log_dir if hasattr(logger, "log_dir") else logger.save_dir) is not None:
         _append(Path(folder) / "samples.csv", [dict(zip(_COLUMNS, row, strict=True)) for row in rows])
-
-
-def _as_markdown(sample: Sample) -> str:
-    lines = (sample.prompt + sample.text).splitlines()
-    return "\n".join(["    " + line for line in lines]) + f"\n\n{sample.tokens_per_s:.1f} tokens/s"
 
 
 def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -136,7 +136,7 @@ def assert_greedy(served: ServedText, request: dict[str, Any], turn: Turn) -> No
     use = tool_use(served, asked, prompt, None)
     assert use is not None
     assert use.grammar is not None
-    mask = served.grammars.compile(use.grammar).new_text()
+    mask = served.grammars.compile(use.grammar)()
     calls = [
         f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>' for name, arguments in turn.calls
     ]

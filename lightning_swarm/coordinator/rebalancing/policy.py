@@ -355,22 +355,27 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
     ordered = sorted(rates, reverse=True)
     if ordered and ordered[0] == ordered[-1]:
         return len(ordered) // num_stages * ordered[0]
-    totals = [(0.0, index) for index in range(num_stages)]
-    chosen: list[int] = []
+    if len(ordered) < _MANY * num_stages:
+        return min(assign(ordered, num_stages).rates)
+    totals = [0.0] * num_stages
     for rate in ordered:
-        total, index = totals[0]
-        heapq.heapreplace(totals, (total + rate, index))
-        chosen.append(index)
-    if len(ordered) >= _MANY * num_stages:
-        return totals[0][0]
+        heapq.heapreplace(totals, totals[0] + rate)
+    return totals[0]
+
+
+def assign(rates: Sequence[float], num_stages: int) -> StageRates:
+    """Assign peers to stages: the fastest first, each to the slowest stage, then moves as in a run. Ids are indices."""
+    totals = [(0.0, index) for index in range(num_stages)]
     stages = StageRates(num_stages)
-    for number, (rate, index) in enumerate(zip(ordered, chosen, strict=True)):
-        stages.put(PeerId(str(number)), index, rate, scatter=0.0)
+    for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
+        total, index = totals[0]
+        heapq.heapreplace(totals, (total + rates[number], index))
+        stages.put(PeerId(str(number)), index, rates[number], scatter=0.0)
     free = MoveCosts([0.0] * num_stages, horizon_s=1.0)
     while moves := plan(stages, free):
         for move in moves:
             stages.move(move)
-    return min(stages.rates)
+    return stages
 
 
 # A peer may give up one stage of several. Each peer of a stage gets microbatches in proportion to its rate there, even

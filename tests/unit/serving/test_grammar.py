@@ -30,7 +30,7 @@ def asked_grammar(**fields: Any) -> Grammar:
 
 def next_tokens(grammar: Grammar, text: str) -> set[str]:
     """Return the tokens that may follow a text; the end is an empty text."""
-    mask, row = COMPILER.compile(grammar).new_text(), torch.zeros(NUM_TOKENS, dtype=torch.float64)
+    mask, row = COMPILER.compile(grammar)(), torch.zeros(NUM_TOKENS, dtype=torch.float64)
     for token in TOKENIZER(text).input_ids:
         mask.add(token)
     mask.restrict(row)
@@ -95,7 +95,7 @@ def test_a_mask_has_the_next_tokens() -> None:
 
 def test_texts_of_one_grammar_are_apart() -> None:
     compiled = COMPILER.compile(asked_grammar(**outputs(choice=["ab", "cd"])))
-    one, other = compiled.new_text(), compiled.new_text()
+    one, other = compiled(), compiled()
     assert not one.is_done
     for token, is_done in zip(TOKENIZER("ab").input_ids, (False, True), strict=True):
         one.add(token)
@@ -180,7 +180,7 @@ def test_an_error_in_the_checks_thread_is_reported(monkeypatch: pytest.MonkeyPat
 
 def test_a_step_without_a_token_is_an_error() -> None:
     grammar = Grammar("structured_outputs", rule='"a"')
-    mask = COMPILER.compile(grammar).new_text()
+    mask = COMPILER.compile(grammar)()
     with pytest.raises(RequestError, match="no token of the model can continue the text"):
         mask.restrict(torch.zeros(3))
 

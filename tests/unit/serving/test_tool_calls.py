@@ -149,7 +149,7 @@ def test_a_marker_in_ordinary_tokens_is_no_part_of_a_text() -> None:
     """Readers see only the characters, so that they would take it for the special token."""
     tokenizer = bytes_tokenizer(*SPECIAL)
     spelled = tokenizer("say [TOOL_CALLS]", split_special_tokens=True).input_ids
-    mask = COMPILER.compile(grammar("mistral_args")).new_text()
+    mask = COMPILER.compile(grammar("mistral_args"))()
     assert max(spelled) < tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
     with pytest.raises(RequestError):
         list(map(mask.add, spelled))
@@ -193,7 +193,7 @@ COMPILER = GrammarCompiler(TOKENIZER, num_tokens=len(TOKENIZER), ends=[2])
 
 def admits(grammar: Grammar, text: str) -> bool:
     """Return whether a text follows a grammar to its end."""
-    mask, row = COMPILER.compile(grammar).new_text(), torch.zeros(len(TOKENIZER))
+    mask, row = COMPILER.compile(grammar)(), torch.zeros(len(TOKENIZER))
     try:
         for token in TOKENIZER(text).input_ids:
             mask.add(token)
