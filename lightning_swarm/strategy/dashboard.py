@@ -64,17 +64,26 @@ class Dashboard(_Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit" or not trainer.is_global_zero or self._page is not None:  # a rollback sets up again
             return
-        if getattr(trainer.strategy, "peer", None) is None:
+        strategy: Any = trainer.strategy
+        if getattr(strategy, "peer", None) is None:
             _log.warning("`Dashboard` shows nothing, because this Trainer has no SwarmStrategy.")
             return
+        self.close()
+        try:
+            self._listening = self._listen()
+        except ConfigError as error:
+            if not strategy.inherited_stages:  # otherwise the error would end a run that this peer has just taken over
+                raise
+            _log.warning("The run continues without a page: %s", error)
+
+    def _listen(self) -> socket.socket:
         if missing := [name for name in _PACKAGES if find_spec(name) is None]:
             raise ConfigError(
                 f"`Dashboard` needs {', '.join(missing)}. Leave it out, or run: "
                 'pip install "lightning-swarm[dashboard]"'
             )
-        self.close()
         try:
-            self._listening = socket.create_server((_HOST, self.port))
+            return socket.create_server((_HOST, self.port))
         except OSError as error:
             raise ConfigError(
                 f"`port` of `Dashboard` must be a free port of this machine, got {self.port}: {error}. Use another, "

@@ -19,6 +19,7 @@ from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits, loader
 from tests.parity.standbys import Swarm
+from tests.parity.test_rollback import Fit, Killing
 
 
 @pytest.fixture
@@ -97,15 +98,26 @@ def test_without_a_swarm_a_warning_says_so(opened: list[list[str]], caplog: pyte
     assert "no SwarmStrategy" in caplog.text
 
 
-def test_a_rollback_keeps_the_page_and_the_next_lead_opens_its_own(opened: list[list[str]]) -> None:
-    callbacks = {name: Dashboard(0) for name in ("lead", "standby-0", "server-0")}
-    swarm = Swarm(1, 1, DigitsMLP, {5: "lead"}, lambda name: [callbacks[name]], options={"max_steps": 10})
-    try:
-        swarm.fit()
-        assert swarm.leads == ["lead", "standby-0"]
-        assert len(opened) == 2
-        assert opened[0][4] != opened[1][4]
-        assert callbacks["server-0"]._page is None
-    finally:
-        for callback in callbacks.values():
-            callback.close()
+def test_a_rollback_keeps_the_page(opened: list[list[str]]) -> None:
+    killing = Killing([5], [[1]])
+    fitted = Fit(killing, callbacks=[Dashboard(0)])
+    assert (killing.num_killed, fitted.num_went_back) == (1, 1)
+    assert len(opened) == 1
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["free", "taken"])
+def test_the_next_lead_opens_its_own_page_or_goes_on_without_one(
+    opened: list[list[str]], caplog: pytest.LogCaptureFixture, is_taken: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if is_taken else 0
+        callbacks = {"lead": Dashboard(0), "standby-0": Dashboard(port), "server-0": Dashboard(0)}
+        swarm = Swarm(1, 1, DigitsMLP, {5: "lead"}, lambda name: [callbacks[name]], options={"max_steps": 10})
+        try:
+            swarm.fit()
+        finally:
+            for callback in callbacks.values():
+                callback.close()
+    assert swarm.leads == ["lead", "standby-0"]
+    assert [command[4].partition("/")[2] for command in opened] == ["lead", "standby-0"][: 1 if is_taken else 2]
+    assert ("The run continues without a page: `port` of `Dashboard` must be" in caplog.text) == is_taken
