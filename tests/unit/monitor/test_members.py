@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unittest.mock import PropertyMock
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_run_has_seen_who_ever_came_and_who_announces_itself(
     run = Members.__new__(Members)
     run._roles = {C: None}  # announces itself
     for shown, known in ((view, [A, B, C]), (None, [C])):  # None: no run has begun
-        monkeypatch.setattr(Members, "view", PropertyMock(return_value=shown))
+        monkeypatch.setattr(Members, "ask_view", Mock(return_value=shown))
         assert [peer for peer in (A, B, C, D) if run.has_seen(peer)] == known
 
 
