@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _UNWATCHED_S: Final = 1.0  # the lead does not watch a shorter wait for lost stages
 _CLEANUP_TIMEOUT_S: Final = 10.0  # longest wait for cleanup, or for the end of the loop's thread
+_SIGNAL_DELAY_S: Final = 1.0  # longest wait after which the main thread handles signals
 
 
 class Runtime(ABC):
@@ -58,6 +59,11 @@ class ThreadRuntime(Runtime):
             raise RuntimeError("the swarm's loop is closed: this peer has left")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
+            # Python handles signals in the main thread. If one arrives while the process is stopped, the kernel may
+            # deliver it to another thread, which does not end a wait of the main thread.
+            while not future.done():
+                with contextlib.suppress(TimeoutError):
+                    return future.result(_SIGNAL_DELAY_S)
             return future.result()
         except BaseException:
             future.cancel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -29,15 +31,16 @@ async def answer() -> int:
     return 42
 
 
-async def raises() -> None:
+async def raises(error: Exception) -> None:
     await asyncio.sleep(0)
-    raise StepError("on the loop")
+    raise error
 
 
-def test_a_result_and_an_error_come_back(runtime: Runtime) -> None:
+@pytest.mark.parametrize("kind", [StepError, TimeoutError])
+def test_a_result_and_an_error_come_back(runtime: Runtime, kind: type[Exception]) -> None:
     assert runtime.run(answer()) == 42
-    with pytest.raises(StepError, match="on the loop"):
-        runtime.run(raises())
+    with pytest.raises(kind, match="on the loop"):
+        runtime.run(raises(kind("on the loop")))
     assert runtime.run(answer()) == 42
 
 
@@ -88,6 +91,25 @@ def test_a_thread_answers_others_while_nobody_waits() -> None:
     assert not runtime._thread.is_alive()
 
 
+def test_a_signal_that_another_thread_receives_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was stopped may receive its signals so; the main thread is not woken."""
+    monkeypatch.setattr(event_loop, "_SIGNAL_DELAY_S", 0.05)
+    runtime, is_handled = ThreadRuntime(), asyncio.Event()
+    former_handler = signal.signal(signal.SIGUSR1, lambda *_: runtime.post(is_handled.set))
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # of this thread alone
+
+    async def wait() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await is_handled.wait()
+
+    try:
+        runtime.run(wait())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
+        signal.signal(signal.SIGUSR1, former_handler)
+        runtime.close()
+
+
 def test_an_interrupted_wait_cancels_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = ThreadRuntime()
     begun, cancelled = threading.Event(), threading.Event()
@@ -104,7 +126,7 @@ def test_an_interrupted_wait_cancels_its_work(monkeypatch: pytest.MonkeyPatch) -
     def interrupted(*args: object) -> object:
         future: concurrent.futures.Future[object] = submit(*args)  # type: ignore[arg-type]
 
-        def result() -> None:
+        def result(*_: float) -> None:
             assert begun.wait(60.0)
             raise KeyboardInterrupt
 
