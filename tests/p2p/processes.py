@@ -84,7 +84,11 @@ class Run:
 
     def wait(self, timeout: float = 150.0) -> int:
         """Return its exit status."""
-        status = self.process.wait(timeout)
+        try:
+            status = self.process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            error.add_note("".join(self.output))
+            raise
         self._reader.join(10.0)
         return status
 

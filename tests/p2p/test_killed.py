@@ -257,7 +257,8 @@ def terminate(hand: Hand, server: Server) -> bool:
     """Let a server leave by a record, and end."""
     os.kill(server.pid, signal.SIGTERM)
     wait_until(lambda: not server.alive, f"{server.peer_id} did not leave")
-    assert server.peer_id not in hand.roster
+    assert "Run 'swarm' has released this peer." in server.said
+    wait_until(lambda: server.peer_id not in hand.roster, f"{server.peer_id} has left and is still in the roster")
     return True
 
 
