@@ -211,7 +211,10 @@ def test_the_callbacks_page_shows_losses_and_ends_with_the_trainer(command: Comm
     page = run.wait_for("Dashboard of this run: ").split()[-1]
     state = state_until(page, lambda state: len(state["logged"]["series"].get("train_loss", ())) > 2)
     assert state["logged"]["begins"] == sorted(state["logged"]["begins"])
-    assert b'lightning_swarm:logged_value{name="train_loss"} ' in urllib.request.urlopen(f"{page}metrics").read()
+    wait_until(
+        lambda: b'lightning_swarm:logged_value{name="train_loss"} ' in urllib.request.urlopen(f"{page}metrics").read(),
+        "the metrics have no loss, although the page has",
+    )
     if end == "killed":
         run.process.send_signal(signal.SIGKILL)
         assert run.wait() == -signal.SIGKILL
