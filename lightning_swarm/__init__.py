@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_swarm.strategy.attach import AttachStrategy as AttachStrategy
     from lightning_swarm.strategy.dashboard import Dashboard as Dashboard
     from lightning_swarm.strategy.sample_text import SampleText as SampleText
+    from lightning_swarm.strategy.skip_divergence import SkipDivergence as SkipDivergence
     from lightning_swarm.strategy.strategy import SwarmStrategy as SwarmStrategy
     from lightning_swarm.strategy.swarm_monitor import SwarmMonitor as SwarmMonitor
 
@@ -49,6 +50,7 @@ else:
         "Maxout": "lightning_swarm.model.boundary_layers:Maxout",
         "Rebalancing": "lightning_swarm.peer.config:Rebalancing",
         "SampleText": "lightning_swarm.strategy.sample_text:SampleText",
+        "SkipDivergence": "lightning_swarm.strategy.skip_divergence:SkipDivergence",
         "SwarmMonitor": "lightning_swarm.strategy.swarm_monitor:SwarmMonitor",
         "SwarmStrategy": "lightning_swarm.strategy.strategy:SwarmStrategy",
         "SwarmView": "lightning_swarm.monitor.view:SwarmView",

@@ -11,7 +11,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy, Strateg
 from lightning_swarm.core.import_hook import lazy_attributes
 from lightning_swarm.core.rebase import rebased
 from lightning_swarm.monitor import view
-from lightning_swarm.strategy import attach, dashboard, sample_text, strategy, swarm_monitor
+from lightning_swarm.strategy import attach, dashboard, sample_text, skip_divergence, strategy, swarm_monitor
 from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING
 from lightning_swarm.strategy.registration import register
 
@@ -19,6 +19,7 @@ __all__ = [
     "AttachStrategy",
     "Dashboard",
     "SampleText",
+    "SkipDivergence",
     "SwarmCLI",  # noqa: F822 - `__getattr__` imports it
     "SwarmMonitor",
     "SwarmStrategy",
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     class _SampleText(sample_text.SampleText, Callback):  # type: ignore[misc]
         pass
 
+    class _SkipDivergence(skip_divergence.SkipDivergence, Callback):  # type: ignore[misc]
+        pass
+
     class _AttachStrategy(attach.AttachStrategy, SingleDeviceStrategy):  # type: ignore[misc]
         pass
 
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     SwarmMonitor = _SwarmMonitor
     SwarmView = _SwarmView
     SampleText = _SampleText
+    SkipDivergence = _SkipDivergence
 else:
     SwarmStrategy = rebased(strategy.SwarmStrategy, Strategy, __name__, framework=PYTORCH_LIGHTNING)
     AttachStrategy = rebased(attach.AttachStrategy, SingleDeviceStrategy, __name__)
@@ -58,6 +63,7 @@ else:
     SwarmMonitor = rebased(swarm_monitor.SwarmMonitor, Callback, __name__)
     Dashboard = rebased(dashboard.Dashboard, Callback, __name__)
     SampleText = rebased(sample_text.SampleText, Callback, __name__)
+    SkipDivergence = rebased(skip_divergence.SkipDivergence, Callback, __name__)
 
 register(StrategyRegistry, __name__)
 # A Trainer rejects any other class than its own Strategy as "an invalid strategy name". So each tree's strategy is

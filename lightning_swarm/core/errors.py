@@ -12,7 +12,8 @@
     │   ├── Replaced         the run continues with another lead, because this one was silent for too long
     │   ├── LeftOut          the run continues without this trainer, which was silent for too long
     │   ├── WentBack         the run rolls back to a snapshot, and this trainer with it
-    │   └── FalseWorkCounted the lead must roll the run back, because work of a convicted server counted
+    │   ├── FalseWorkCounted the lead must roll the run back, because work of a convicted server counted
+    │   └── Diverged         the lead must roll the run back, because its loss diverged
     ├── LeaseRevoked         a batch was struck from its step, or was never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
@@ -105,6 +106,14 @@ class FalseWorkCounted(StepError):
         self.sound = sound  # newest version of the weights that is not known to contain such work
 
 
+class Diverged(StepError):
+    """The loss has diverged. The lead rolls the run back, if it can."""
+
+    def __init__(self, text: str, sound: int | None) -> None:
+        super().__init__(text)
+        self.sound = sound  # newest version of the weights from before the divergence; None: do not roll back
+
+
 class LeaseRevoked(SwarmError):
     """A batch counts in no step and must run again: it was struck, or a former coordinator granted its lease."""
 
@@ -193,12 +202,12 @@ class NotCoordinator(PeerError):
     """The peer does not coordinate the run, or no longer does. This is not a fault: ask the coordinator."""
 
 
-# `LeftOut`, `WentBack` and `FalseWorkCounted` are raised only locally, so they are not read from a peer's answer.
-# (`Replaced` also comes from other peers.)
+# These are raised only locally, so they are not read from a peer's answer. (`Replaced` also comes from other peers.)
+_LOCAL = (LeftOut, WentBack, FalseWorkCounted, Diverged)
 _BY_NAME: dict[str, type[SwarmError]] = {
     name: kind
     for name, kind in list(vars().items())
-    if isinstance(kind, type) and issubclass(kind, SwarmError) and kind not in (LeftOut, WentBack, FalseWorkCounted)
+    if isinstance(kind, type) and issubclass(kind, SwarmError) and kind not in _LOCAL
 }
 
 

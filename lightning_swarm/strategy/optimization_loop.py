@@ -28,7 +28,7 @@ from lightning_swarm.core.override import Override
 from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
-from lightning_swarm.protocol.messages.run import StepChange
+from lightning_swarm.protocol.messages.run import BatchNumber, StepChange
 from lightning_swarm.strategy import checks, optimizer_checks, stopping
 from lightning_swarm.strategy.data.shared import SharedData
 from lightning_swarm.strategy.framework import tree_of
@@ -44,6 +44,7 @@ from lightning_swarm.strategy.module_access import ModuleAccess
 from lightning_swarm.strategy.own_values import OwnValues
 from lightning_swarm.strategy.rate_hooks import RateHooks
 from lightning_swarm.strategy.run_log import RunLog
+from lightning_swarm.strategy.skip_divergence import skipped_batches
 
 _log = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 8  # attempts to train on one batch
@@ -80,6 +81,8 @@ class SwarmOptimization:
         # Called when a batch stops waiting for its grant, with the records and lost batches not handled by then.
         self.on_grant: Callable[[RunNews], None] = lambda _: None
         self.stepped = False  # a step was counted in the current batch
+        # Step and number of the loop's current batch, once it is complete; None if another trainer brings it.
+        self.newest_batch: tuple[int, BatchNumber] | None = None
         self._has_begun = False  # the loop has begun a batch in this run
         self._ready_at_last_batch = 0  # Lightning's count of ready batches when the newest trained batch ended
         self._step_marked_ready = False  # Lightning's counters include the step that the current batch may end
@@ -137,7 +140,9 @@ class SwarmOptimization:
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on a batch, and wait for the step that it closes, if any. Returns `on_train_batch_end`'s `outputs`."""
-        self._has_begun, self.stepped = True, False
+        self._has_begun, self.stepped, self.newest_batch = True, False, None
+        if self._data.number is None and (self.trainer.current_epoch, batch_idx) in skipped_batches(self.trainer):
+            return self._skip()
         self._own_values.begin_batch()
         self._rate_hooks.record_call(kwargs.get("batch"), batch_idx)
         begins_window = self._counters.steps_are_windows and batch_idx % self.trainer.accumulate_grad_batches == 0
@@ -172,6 +177,13 @@ class SwarmOptimization:
             self.logs.add_received()
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             self._session.pipeline.marks.clears_gradients = is_last or self._clears_gradients(batch_idx + 1)
+
+    def _skip(self) -> dict[str, Any]:
+        """Pass over a batch that `SkipDivergence` excludes. Where trainers share batches, the coordinator does this."""
+        if not self._counters.steps_are_windows:  # the run's last batch closes the last step
+            self._end_step(closing=False)
+        self._ready_at_last_batch = self._num_ready()
+        return _untrained()
 
     def _clears_gradients(self, batch_idx: int) -> bool:
         """Return whether Lightning clears gradients between the batch's `training_step` and its backward."""
@@ -301,6 +313,7 @@ class SwarmOptimization:
                 logs, metrics, close=close, total_weight=total_weight, ahead=next_requests
             )
         self._completed.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
+        self.newest_batch = step, batch.number or (self.trainer.current_epoch, batch.idx)
         return closing
 
     def _next_requests(self, batch: LoopBatch, *, waits: bool) -> PiggybackedRequests:

@@ -16,6 +16,7 @@ class DataOrder:
 
     def __init__(self) -> None:
         self._plans: dict[int, EpochPlan] = {}
+        self._skipped: dict[int, frozenset[int]] = {}  # epoch -> batches that no step contains
         self._ends: dict[int, list[int]] = {}  # epoch -> number of batches up to the end of each series of equal sizes
 
     @property
@@ -38,13 +39,19 @@ class DataOrder:
             )
         if plan.begin > plan.num_batches:
             raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, so cannot begin at {plan.begin}")
+        if plan.skipped and max(plan.skipped) >= plan.num_batches:
+            raise ProtocolError(
+                f"epoch {plan.epoch} has {plan.num_batches} batches, so cannot skip {max(plan.skipped)}"
+            )
         self._plans[plan.epoch] = plan
+        self._skipped[plan.epoch] = frozenset(plan.skipped)
         self._ends[plan.epoch] = list(accumulate(count for _, count in plan.sizes))
 
     def forget_before(self, epoch: int) -> None:
         """Forget the epochs before this one, which no step needs any more."""
         self._plans = {known: plan for known, plan in self._plans.items() if known >= epoch}
         self._ends = {known: ends for known, ends in self._ends.items() if known >= epoch}
+        self._skipped = {known: skipped for known, skipped in self._skipped.items() if known >= epoch}
 
     def size(self, number: BatchNumber) -> int:
         """Return the number of a batch's samples; raise ProtocolError if there is no such batch."""
@@ -55,11 +62,19 @@ class DataOrder:
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
     def normalized(self, number: BatchNumber) -> BatchNumber:
-        """Replace the number after an epoch's last batch by the next epoch's first, if that epoch is known."""
+        """Pass over skipped batches, and from an epoch's end to the next epoch, if that is known."""
         epoch, index = number
-        while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
-            epoch, index = epoch + 1, 0
-        return epoch, index
+        while True:
+            if self.skips((epoch, index)):
+                index += 1
+            elif epoch + 1 in self._plans and self._is_beyond((epoch, index)):
+                epoch, index = epoch + 1, 0
+            else:
+                return epoch, index
+
+    def skips(self, number: BatchNumber) -> bool:
+        """Return whether no step contains this batch."""
+        return number[1] in self._skipped.get(number[0], ())
 
     def has(self, number: BatchNumber) -> bool:
         """Return whether the known order has this batch."""

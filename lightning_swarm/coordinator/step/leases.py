@@ -189,7 +189,7 @@ class LeaseTable:
         if batch[1] == plan.num_batches:
             # Wait for a closing step, so that a checkpoint at the epoch's end includes all of the epoch's steps.
             return batch <= window.begin or (not step.closing and window.is_passed(batch, step.complete_batches))
-        is_over = batch < window.begin or batch in window.dropped
+        is_over = batch < window.begin or batch in window.dropped or window.order.skips(batch)
         return is_over or (batch in window.numbers and batch not in step.free)
 
     def _wait_with(self, step: OpenStep, trainer: PeerId, batch: BatchNumber) -> WaitingTrainer:

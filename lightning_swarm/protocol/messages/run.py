@@ -17,6 +17,7 @@ from lightning_swarm.trust.certificates import MAX_USES, InvitationNumber, Uses
 MAX_SIZE_CHANGES = 1 << 16  # most changes of the batch size within an epoch
 MAX_PLAN_METRICS = 256
 MAX_METRIC_BYTES = 4096  # size of a plan's metrics and their names, because all plans must fit into one message
+MAX_SKIPPED = 1024  # most batches of a run that are skipped
 MAX_PLANS = 64  # most epochs that one step may span; their plans fit into one message
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
@@ -55,9 +56,12 @@ class EpochPlan(WireMessage, frozen=True):
         default_factory=dict
     )
 
+    # Batches that no step contains, because the loss diverged with them.
+    skipped: Annotated[list[Index], msgspec.Meta(max_length=MAX_SKIPPED)] = msgspec.field(default_factory=list)
+
     @property
     def num_batches(self) -> int:
-        """Batches of the epoch."""
+        """Batches of the epoch, skipped ones included."""
         return sum(count for _, count in self.sizes)
 
 

@@ -36,6 +36,7 @@ from lightning_swarm.strategy.data.loader import (
     take_random_numbers,
 )
 from lightning_swarm.strategy.framework import tree_of
+from lightning_swarm.strategy.skip_divergence import skipped_batches
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +140,11 @@ class SharedData:
     def size(self, number: BatchNumber) -> int:
         """Return the number of samples of a batch: the indices in its sampler's list."""
         return len(self._indices(number))
+
+    def numbers_between(self, first: BatchNumber, end: BatchNumber) -> Iterator[BatchNumber]:
+        """Yield the numbers of the batches from `first` to before `end`, of the epochs whose plans are known."""
+        for epoch, plan in sorted(self._plans.items()):
+            yield from (number for index in range(plan.num_batches) if first <= (number := (epoch, index)) < end)
 
     @property
     def lane_end(self) -> BatchNumber | None:
@@ -303,14 +309,20 @@ class SharedData:
             random=random,
             last=self.is_last_epoch(epoch),
             metrics=callback_metrics(self._trainer),
+            skipped=self._skipped(epoch, len(listing)),
         )
+
+    def _skipped(self, epoch: int, num_batches: int) -> list[int]:
+        skipped = skipped_batches(self._trainer)
+        return sorted(index for of_epoch, index in skipped if of_epoch == epoch and index < num_batches)
 
     def _restored_plan(self, epoch: int) -> EpochPlan:
         """Draw an epoch's batches again as before the checkpoint, and return their plan."""
         plan = self._restored[epoch]
         self._draw_and_check(plan, "the checkpoint")
         begin, last = self._first_batch(epoch, plan.num_batches), self.is_last_epoch(epoch)
-        return replace_fields(plan, begin=begin, last=last, metrics=callback_metrics(self._trainer))
+        metrics, skipped = callback_metrics(self._trainer), self._skipped(epoch, plan.num_batches)
+        return replace_fields(plan, begin=begin, last=last, metrics=metrics, skipped=skipped)
 
     def is_last_epoch(self, epoch: int) -> bool:
         """Return whether the lead's loop ends with this epoch."""

@@ -24,7 +24,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
-from lightning_swarm.core.errors import FalseWorkCounted, Replaced, StageLost, StepError, SwarmError, WentBack
+from lightning_swarm.core.errors import (
+    Diverged,
+    FalseWorkCounted,
+    Replaced,
+    StageLost,
+    StepError,
+    SwarmError,
+    WentBack,
+)
 from lightning_swarm.core.override import Override, changed
 from lightning_swarm.monitor.membership import Membership
 from lightning_swarm.peer.peer import Peer
@@ -51,6 +59,12 @@ _TRIAL: Final = (
 _NO_SNAPSHOT: Final = (
     "The run cannot continue without the lost peers, and there is no snapshot to roll back to. Snapshots need servers "
     "of other stages, and are made at the run's first step and every `Limits.snapshot_interval` seconds."
+)
+
+_NO_SOUND_SNAPSHOT: Final = (
+    "The run cannot roll back to before the divergence, because no snapshot of step {} or earlier is left. Snapshots "
+    "need servers of other stages; the two newest are kept, `Limits.snapshot_interval` seconds apart. Raise it, lower "
+    "`patience` of `SkipDivergence`, or continue from an older checkpoint."
 )
 
 _NO_STATE: Final = (
@@ -219,10 +233,12 @@ class Rollback:
         """Choose, at the lead, the target after an error; None if the run cannot roll back (a note says why)."""
         if isinstance(error, Replaced) or (self.states is None and self._target is None):
             return None
+        if isinstance(error, Diverged) and error.sound is None:
+            return None
         try:
             if peer.lead.run is not None:  # otherwise the next run could not begin, so try its target again
-                counted_false_work = isinstance(error, FalseWorkCounted)
-                if not counted_false_work and not peer.lead.why_cannot_continue(wait=not isinstance(error, StageLost)):
+                is_spoiled = isinstance(error, FalseWorkCounted | Diverged)
+                if not is_spoiled and not peer.lead.why_cannot_continue(wait=not isinstance(error, StageLost)):
                     return None  # the run lacks nothing, so a rollback would not help
                 replaced = peer.lead.why_replaced()
                 if replaced:
@@ -234,6 +250,9 @@ class Rollback:
                 self._choose_target(peer, error)
         except SwarmError as failure:
             error.add_note(f"The run could not roll back: {failure}")
+            return None
+        if isinstance(error, Diverged) and (self._target is None or self._target.version > (error.sound or 0)):
+            error.add_note(_NO_SOUND_SNAPSHOT.format(error.sound))
             return None
         if self._target is None or self._target.num_tries >= _MAX_TRIES:
             error.add_note(_NO_SNAPSHOT)
@@ -247,11 +266,14 @@ class Rollback:
     def _choose_target(self, peer: Peer, error: SwarmError) -> None:
         """Choose this run's newest snapshot from which all trainers can resume; without one, keep the former target.
 
-        If false work counted, choose the newest snapshot from before it, or else the oldest.
+        If false work counted, choose the newest snapshot from before it, or else the oldest. If the loss diverged, only
+        snapshots from before that are of use.
         """
         states = self.states
         versions = peer.lead.versions_of_all(states.versions) if states is not None and states.versions else ()
-        last_sound = error.sound if isinstance(error, FalseWorkCounted) else None
+        last_sound = error.sound if isinstance(error, FalseWorkCounted | Diverged) else None
+        if isinstance(error, Diverged):
+            versions = [version for version in versions if version <= (error.sound or 0)]
         snapshot = peer.lead.gather_snapshots(versions, last_sound) if versions else None
         point = states.find(snapshot.version) if states is not None and snapshot is not None else None
         if snapshot is not None and point is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.step.data_order import DataOrder, StepWindow
@@ -71,6 +72,16 @@ def test_what_is_left_of_an_epoch_is_in_a_step_of_the_next() -> None:
     assert window.end == (1, 2)
     rest = StepWindow(known, window.end, 10)
     assert (rest.numbers, rest.whole, rest.end) == ([(1, 2)], True, (1, 3)), "no epoch follows"
+
+
+def test_steps_pass_over_skipped_batches() -> None:
+    known = order(replace(plan(0, (4, 5)), skipped=[1, 2, 4]), replace(plan(1, (4, 2), last=True), skipped=[0]))
+    window = StepWindow(known, (0, 0), 8)
+    assert (window.numbers, window.end) == ([(0, 0), (0, 3)], (1, 1))
+    assert [window.place(number) for number in window.numbers] == [0, 4]
+    assert window.is_passed((0, 5), {(0, 0), (0, 3)})
+    with pytest.raises(ProtocolError, match="epoch 2 has 1 batches, so cannot skip 1"):
+        known.add(replace(plan(2, (4, 1)), skipped=[1]))
 
 
 def test_another_batch_takes_the_place_of_one_that_was_dropped() -> None:
