@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NewType
 
+from typing_extensions import override
+
 from lightning_swarm.core.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -52,17 +54,35 @@ Admit = Callable[[PeerId], None]
 """Checks a caller, and raises a `SwarmError` if it may not call."""
 
 
+_MAX_COUNTS: Final = 4096
+_FORMER: Final = PeerId("")  # stands for the peers whose counts were added up to make room
+
+
+class ByteCounts(Counter[tuple[PeerId, str]]):
+    """Bytes by ``(other peer, method)``. Beyond `_MAX_COUNTS` counts, the older half is added up by method."""
+
+    all_bytes = 0  # may be read from any thread
+
+    @override
+    def __setitem__(self, key: tuple[PeerId, str], count: int) -> None:
+        if len(self) >= _MAX_COUNTS and key not in self:
+            for former in list(self)[: len(self) // 2]:
+                former_count, merged = self.pop(former), (_FORMER, former[1])
+                super().__setitem__(merged, self.get(merged, 0) + former_count)
+        self.all_bytes += count - self.get(key, 0)
+        super().__setitem__(key, count)
+
+
 @dataclass
 class Traffic:
-    """Bytes, framing included, that this peer has exchanged, by ``(other peer, method)``."""
+    """Bytes, framing included, that this peer has exchanged."""
 
-    sent_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
-    received_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
+    sent_bytes: ByteCounts = field(default_factory=ByteCounts)
+    received_bytes: ByteCounts = field(default_factory=ByteCounts)
 
     def totals(self) -> tuple[int, int]:
         """Return all bytes sent and all bytes received. Safe from any thread."""
-        # Copied at once: the loop's thread may add an entry meanwhile.
-        return sum(list(self.sent_bytes.values())), sum(list(self.received_bytes.values()))
+        return self.sent_bytes.all_bytes, self.received_bytes.all_bytes
 
 
 _SHORT_BYTES: Final = 4 << 10  # messages up to this length measure the round trip
@@ -88,14 +108,14 @@ class LinkEstimate:
 
 
 class LinkEstimates(dict[str, LinkEstimate]):
-    """Link estimates by peer id; peers beyond `_MAX_LINKS` get none."""
+    """Link estimates by peer id, of the `_MAX_LINKS` peers that were met last."""
 
     def add_sample(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
         """Add the sample of an exchange: bytes of the request and of the answer, and the seconds that it took."""
         link = self.get(peer)
         if link is None:
-            if len(self) >= _MAX_LINKS:
-                return
+            if len(self) >= _MAX_LINKS:  # over weeks, most of the oldest peers are gone; others are measured again
+                del self[next(iter(self))]
             link = self[peer] = LinkEstimate()
         num_bytes = max(sent_bytes, received_bytes)
         if num_bytes <= _SHORT_BYTES:
