@@ -35,6 +35,7 @@ class Membership:
         self._rosters, self._trainers = _members(run)
         self._mixed: frozenset[int] = frozenset()  # stages that the newest record steps by portable arithmetic
         self._tied = {index for group in run.ties.groups() for index in group}  # stages that share parameters
+        self.num_deaths = 0  # peers that died or were cut off, so far
         self._dead: set[PeerId] = set()  # peers reported as dead that no record has removed from the trainers yet
 
     def follow(self, record: Record, run: RunState) -> list[MembershipLine]:
@@ -51,7 +52,9 @@ class Membership:
         joined |= {peer: joined[peer] for peer in record.enlisted}
         self._trainers = (self._trainers - {*record.retired}) | {*record.enlisted}
         movers = {vacancy.member.peer_id for vacancy in record.departures}  # servers that move to another stage
-        self._dead |= {peer for peer in gone if peer in record.closing.absent} - movers
+        died = {peer for peer in gone if peer in record.closing.absent} - movers
+        self.num_deaths += len(died - self._dead)
+        self._dead |= died
         reasons = dict.fromkeys(self._dead & gone.keys(), _DIED)
         reasons |= {
             vacancy.member.peer_id: f"was left out, because its weights differ ({shorten(vacancy.reason)})"
@@ -91,6 +94,7 @@ class Membership:
         self._rosters, self._trainers = _members(run)
         self._dead.clear()
         lost, new = sorted(former_peers - self._all), sorted(self._all - former_peers)
+        self.num_deaths += len(lost)
         lines = [self._gone_line(peer, _stages_of(peer, former_rosters), _DIED) for peer in lost]
         return lines + [self._joined_line(peer, _stages_of(peer, self._rosters)) for peer in new]
 

@@ -24,7 +24,7 @@ else:
 __all__ = ["SwarmMetric", "SwarmMonitor", "add_default_monitor"]
 
 SwarmMetric: TypeAlias = Literal[
-    "samples_per_s", "step_s", "wait_s", "sent_bytes_per_s", "received_bytes_per_s", "peers"
+    "samples_per_s", "step_s", "wait_s", "sent_bytes_per_s", "received_bytes_per_s", "peers", "deaths"
 ]
 _METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
 
@@ -45,6 +45,7 @@ class SwarmMonitor(_Callback):
     - ``swarm/sent_bytes_per_s``, ``swarm/received_bytes_per_s``: bytes that the lead's peer exchanged with other peers,
       framing included.
     - ``swarm/peers``: number of peers that hold a stage now.
+    - ``swarm/deaths``: number of peers that died or were cut off since `fit` began.
 
     Args:
         metrics: Names of the values to log, without ``swarm/``.
@@ -99,9 +100,9 @@ class SwarmMonitor(_Callback):
         former, self._interval = self._interval, _interval(trainer, step + 1)
         if self._interval <= former or self._before is None:
             return
-        peers = self._add_increases(trainer)
+        state = self._add_increases(trainer)
         values = {
-            f"swarm/{name}": value for name, value in _values(self._gained, peers).items() if name in self.metrics
+            f"swarm/{name}": value for name, value in _values(self._gained, state).items() if name in self.metrics
         }
         self._gained.clear()
         if values:
@@ -115,14 +116,14 @@ class SwarmMonitor(_Callback):
     def _loggers(self, trainer: Trainer) -> list[Any]:
         return [logger for logger in trainer.loggers if not isinstance(logger, self.skips)]
 
-    def _add_increases(self, trainer: Trainer) -> float:
-        """Add the counts' increases since the last call to the interval's. Returns the number of servers."""
+    def _add_increases(self, trainer: Trainer) -> Mapping[str, float]:
+        """Add the counts' increases since the last call to the interval's. Returns the counts; empty if unknown."""
         now = self._counts(trainer)
         if now is None or self._before is None:
-            return 0.0
+            return {}
         self._gained.update({name: count - self._before[name] for name, count in now.items()})
         self._before = now
-        return now["peers"]
+        return now
 
     def _counts(self, trainer: Trainer) -> Mapping[str, float] | None:
         """Return the run's current counts; None if this process does not log, or no swarm trains."""
@@ -141,6 +142,7 @@ class SwarmMonitor(_Callback):
             "sent_bytes": status.sent_bytes,
             "received_bytes": status.received_bytes,
             "peers": status.num_servers,
+            "deaths": strategy.rollback.membership.num_deaths,
         }
 
 
@@ -150,8 +152,8 @@ def _interval(trainer: Trainer, num_steps: int) -> int:
     return num_steps // every if every else 0
 
 
-def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
-    """Compute the values of an interval from the increases of its counts; empty without a step."""
+def _values(gained: Mapping[str, float], state: Mapping[str, float]) -> dict[str, float]:
+    """Compute the values of an interval from the increases of its counts and their state; empty without a step."""
     seconds, steps = gained.get("time_s", 0.0), gained.get("steps", 0)
     if seconds <= 0 or steps <= 0:
         return {}
@@ -161,7 +163,8 @@ def _values(gained: Mapping[str, float], peers: float) -> dict[str, float]:
         "wait_s": gained["waited_s"] / steps,
         "sent_bytes_per_s": gained["sent_bytes"] / seconds,
         "received_bytes_per_s": gained["received_bytes"] / seconds,
-        "peers": peers,
+        "peers": state["peers"],
+        "deaths": state["deaths"],
     }
 
 

@@ -17,6 +17,8 @@ from tensorboardX.proto.event_pb2 import Event
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_swarm import SwarmMonitor
+from lightning_swarm.testing import FaultPlan, Phase
 from tests.features.both import STEPS, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
 from tests.parity.harness import run_plain, run_swarm
@@ -99,6 +101,34 @@ def test_tensorboard(options: dict[str, Any], tmp_path: Path, monkeypatch: pytes
     assert [step for name, step, _ in plain if name == "val_loss"] == [6, 13]
     for trainer in both.trainers:
         assert "width: 3" in (Path(trainer.log_dir) / "hparams.yaml").read_text(encoding="utf-8")
+
+
+@feature("the run's own numbers, `swarm/...`, in any logger: samples/s, traffic, peers, deaths", WORKS)
+def test_numbers_of_the_run(tmp_path: Path) -> None:
+    """Of a run in which a server dies in the eighth step."""
+    loggers = [CSVLogger(tmp_path, "", "csv"), TensorBoardLogger(tmp_path, "", "board")]
+    faults = FaultPlan().kill("peer-2", at=Phase.BACKWARD, step=7)
+    options: dict[str, Any] = {"logger": loggers, "callbacks": [SwarmMonitor()], "log_every_n_steps": 4}
+    options |= {"max_steps": 12, "max_epochs": -1, "num_servers": 3, "num_gone": 1, "faults": faults}
+    run_swarm(Trained, loader(digits()), **options)
+    assert faults.fired == 1
+    in_csv = [
+        (name, int(row["step"]), value)
+        for row in table(tmp_path / "csv")
+        for name, value in row.items()
+        if name.startswith("swarm/")
+    ]
+    on_board = [one for one in events(tmp_path / "board") if one[0].startswith("swarm/")]
+    assert sorted(on_board) == [(name, step, pytest.approx(value, rel=1e-6)) for name, step, value in sorted(in_csv)], (
+        "TensorBoard's numbers have 32 bits"
+    )
+    found = {name: [value for other, _, value in in_csv if other == name] for name, _, _ in in_csv}
+    assert found["swarm/deaths"] == [0.0, 1.0, 1.0]
+    assert found["swarm/gone"] == [1.0]
+    assert found["swarm/peers"][0] == 3.0
+    assert found["swarm/peers"][-1] == 2.0
+    for name in ("samples_per_s", "step_s", "sent_bytes_per_s", "received_bytes_per_s"):
+        assert min(found[f"swarm/{name}"]) > 0.0
 
 
 @feature("`self.log(on_step, on_epoch, prog_bar, reduce_fx)`, `self.log_dict`", WORKS)

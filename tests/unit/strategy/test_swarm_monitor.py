@@ -21,7 +21,7 @@ from tests.features.test_trainers import Lines
 from tests.parity.harness import run_plain, run_swarm
 from tests.parity.models import BATCH_SIZE, digits, loader
 
-NAMES = {"samples_per_s", "step_s", "wait_s", "sent_bytes_per_s", "received_bytes_per_s", "peers"}
+NAMES = {"samples_per_s", "step_s", "wait_s", "sent_bytes_per_s", "received_bytes_per_s", "peers", "deaths"}
 
 
 def monitors(trainer: Any) -> list[Callback]:
