@@ -88,8 +88,12 @@ def serve_parser() -> argparse.ArgumentParser:
 
 
 def run_serve(arguments: Sequence[str]) -> int:
+    """Run `serve --weights`; return the exit status."""
+    return _serve(serve_parser().parse_args(arguments))
+
+
+def _serve(chosen: argparse.Namespace) -> int:
     """Serve stages of a finished model until a signal; return the exit status."""
-    chosen = serve_parser().parse_args(arguments)
     say("Importing torch.")
     with collecting_rarely():
         from lightning_swarm.model.pretrained import PretrainedFolder, device_of

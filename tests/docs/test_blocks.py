@@ -17,6 +17,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
 from lightning.pytorch.callbacks import ProgressBar
 from msgspec import UNSET
 
@@ -374,6 +375,11 @@ def test_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 file.write_text(block.text)
                 if block.shown == "scenario.yaml":
                     assert ScenarioRuns(file).file == ScenarioRuns(ROOT / "examples/spot/scenario.yaml").file
+                    continue
+                if block.shown == "prometheus.yaml":
+                    names = yaml.safe_load(block.text)["rule_files"]
+                    assert names
+                    assert all((ROOT / "docs" / "monitoring" / name).is_file() for name in names)
                     continue
                 if block.shown == "machines.yaml":
                     assert read_machines(file, 1e9, None)
