@@ -69,7 +69,9 @@ class StridedDataset(IterableDataset[Any]):
         return len(range(self._rank, len(self.whole), self._num_trainers))  # type: ignore[arg-type]  # raises if `whole` has no length
 
     def __getattr__(self, name: str) -> Any:
-        if name == "whole":  # not set yet while the dataset is unpickled in a worker
+        # `whole` is not set yet while the dataset is unpickled in a worker. The position of the whole dataset is not
+        # that of a part of it, so that a stateful loader reads the part again and skips its batches.
+        if name == "whole" or (name in ("state_dict", "load_state_dict") and self._num_trainers > 1):
             raise AttributeError(name)
         return getattr(self.whole, name)
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.run import BatchNumber
-from lightning_swarm.strategy.data.loader import LaneSampler, SharedLoader
+from lightning_swarm.strategy.data.loader import LaneSampler, SharedLoader, part_of
 
 
 class Numbers(Dataset[Tensor]):
@@ -95,3 +95,24 @@ def test_a_loader_that_gives_other_batches_than_its_sampler_is_refused() -> None
         list(made)
     with pytest.raises(ConfigError, match="gives another number"):
         made.fetch([0, 1])
+
+
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_the_position_of_a_whole_stream_is_not_that_of_a_part(num_trainers: int) -> None:
+    """A stateful loader would resume the part there."""
+
+    class Stateful(IterableDataset[int]):
+        @override
+        def __iter__(self) -> Iterator[int]:
+            yield from range(10)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError
+
+    part = part_of(DataLoader(Stateful(), batch_size=2), 0, num_trainers).dataset
+    for name in ("state_dict", "load_state_dict"):
+        assert hasattr(part, name) == (num_trainers == 1)
+    assert list(part) == list(range(0, 10, num_trainers))
