@@ -16,18 +16,18 @@ from lightning_swarm.network.liveness import alive_among
 
 
 class LeadLiveness:
-    """Tracks whether the lead is alive, and for which records its loop is ready. Stores its hyperparameters."""
+    """Tracks whether the lead is alive, for which records its loop is ready, and the hyperparameters that it sent."""
 
     # The permit. A record changes the weights, so it is decided only while the lead's loop is ready for it: while the
-    # lead waits for a record or, with delayed steps, trains. A permit names the last step that it covers. It is
-    # withdrawn with the answer that lets the loop continue, because the loop may validate next. Without delayed steps,
-    # a permit covers one record only.
+    # lead waits for a record or, with delayed steps, trains. A permit names the last step that it covers. The
+    # coordinator withdraws it when it answers the lead, because the lead's loop then continues, and may validate.
+    # Without delayed steps, a permit covers one record only.
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._transport, self._run, self._changes = context.transport, context.run, context.changes
         limits = context.limits
         self._timeout, self._silence_s = limits.lead_timeout, limits.silence_timeout  # seconds
-        self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # seconds of silence until an attempt
+        self._appoint_after_s = min(limits.revive_timeout, limits.lead_timeout)  # silence before an attempt to appoint
         self._alive_s = 0.0  # time of the newest sign of life
         self._restarted = False  # the lead's process is new, and knows nothing of the run
         self._appointed: PeerId | None = None  # the next lead, once it has answered this coordinator
@@ -59,13 +59,14 @@ class LeadLiveness:
     async def watch_and_replace(self) -> str:
         """Watch the lead until another one is appointed, and return ""; or return why the run must end instead."""
         # While the lead answers, nothing happens. If it does not, another lead is appointed:
-        # - at once if servers already follow a next lead that has not answered this coordinator;
-        # - again whenever the silence has lasted another `_appoint_after_s`;
-        # - for the last time if the lead was restarted, or was silent for `_timeout`. If that fails, the run ends.
+        # - at once if servers already follow a next lead that has not answered this coordinator (`is_unconfirmed`);
+        # - again whenever the silence has lasted another `_appoint_after_s` (`is_due`);
+        # - for the last time if the lead was restarted, or was silent for `_timeout` (`is_last`). If that fails,
+        #   the run ends.
         lead = self._run.manifest.lead
-        silent_s = attempt_s = 0.0  # duration of the silence: until now, and until the newest attempt
+        silent_s = attempt_s = 0.0  # length of the silence: now, and at the newest attempt
         while True:
-            asked_s, is_unconfirmed = now_s(), self._is_unconfirmed
+            asked_s, is_unconfirmed = now_s(), self._is_unconfirmed  # `asked_s`: time of this round
             is_alive = not (self._restarted or is_unconfirmed) and await self._is_alive(lead)
             is_last = not is_alive and (self._restarted or silent_s >= self._timeout)
             is_due = not is_alive and silent_s >= attempt_s + self._appoint_after_s

@@ -24,7 +24,7 @@ class Sequential(torch.nn.Sequential):
     """A chain of blocks that hands each keyword to the blocks that name it.
 
     Positional inputs go to the first block. Each later block gets the output of the block before as one value,
-    also if it is a tuple, as in ``torch.nn.Sequential``. A block that takes ``**kwargs`` gets only the
+    even if it is a tuple, as in ``torch.nn.Sequential``. A block that takes ``**kwargs`` gets only the
     keywords that its ``forward`` spells out.
     """
 

@@ -79,5 +79,6 @@ def _close(file: IO[Any]) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    # Not `reshape`: one element of a column counts as contiguous, but keeps its stride, which no view of bytes allows.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

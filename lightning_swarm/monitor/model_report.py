@@ -28,7 +28,7 @@ class ObservedServer:
     stage_ms: float  # mean milliseconds that one stage takes for a token; 0: not measured
     has_files: bool  # sends the model's files to other peers
     is_leaving: bool
-    problem: ClassVar[None] = None  # servers that died are no longer listed once their announcements have expired
+    problem: ClassVar[None] = None  # as of a run's peers; dead servers are not listed once their announcements expire
 
 
 @dataclass(frozen=True, kw_only=True)

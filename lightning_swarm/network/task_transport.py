@@ -21,7 +21,7 @@ class TaskTransport(Transport):
         streams: Mapping[str, int],  # method -> most tensor bytes of a request
         *,
         idle: str = "does not coordinate",  # words of the error, after the peer's name
-        refusal: type[SwarmError] = NotCoordinator,  # class of the error, on which callers may ask another peer
+        refusal: type[SwarmError] = NotCoordinator,  # class of that error; callers may then ask another peer
     ) -> None:
         self._idle_text, self._error_class = idle, refusal
         self.peer_id, self.traffic = transport.peer_id, transport.traffic

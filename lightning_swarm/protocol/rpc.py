@@ -132,7 +132,7 @@ class Upload(StreamRpc[Q, A]):
         """Answer the requests of this method; `Transport.handle_stream` explains the limits."""
 
         async def answer(caller: PeerId, message: Message) -> Message:
-            if admit is not None:  # again, because the caller's rights may have changed while its tensors arrived
+            if admit is not None:  # again, after `handle_stream`: rights may have changed while tensors arrived
                 admit(caller)
             return _message(await handler(caller, self.read_request(message.body), message))
 
@@ -196,8 +196,8 @@ CANCEL: Final = Call("stage.cancel", calls.CancelRequest, calls.CancelReply, by=
 
 # A step goes `grant -> microbatches, receipts -> freeze -> average -> record decided -> apply`, so that each granted
 # sample is in exactly one decided record. If user code selected other parameters or wrote weights, `change -> settle`
-# come first. Trainers call these methods of the coordinator. Its answer to `TAKE_METRICS` is empty if it lost the
-# `BatchMetrics`.
+# come first. Trainers call these methods of the coordinator. The coordinator's answer to `TAKE_METRICS` is empty if it
+# no longer has the `BatchMetrics`.
 CHANGE: Final = Call("step.change", batches.ChangeRequest, by=_TRAINER, only_coordinator=True)
 PLAN: Final = Call("step.plan", run.PlanRequest, by=_TRAINER, only_coordinator=True)
 TAKE_PLAN: Final = Call("step.take_plan", run.TakePlanRequest, run.TakePlanReply, by=_TRAINER, only_coordinator=True)

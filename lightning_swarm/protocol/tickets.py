@@ -15,7 +15,7 @@ from lightning_swarm.protocol.messages.calls import FetchRequest, Ticket, Ticket
 from lightning_swarm.protocol.rpc import FETCH, WAIT, WithTensors
 
 _HOLD_S = 10.0  # seconds after which a long poll is answered even without tensors, so that dead consumers' polls end
-_MAX_UNPROMISED = 4096  # most unpromised names that one peer may wait for; no peer has more open calls
+_MAX_UNPROMISED = 4096  # most unpromised names that one peer may wait for: as many as it may have open calls
 _MAX_UNPROMISED_IN_ALL = 32_768  # most unpromised names that all peers together may wait for
 _REPLY_MARGIN_S = 5.0  # seconds after the hold time when the consumer repeats an unanswered poll
 
@@ -137,7 +137,7 @@ class TicketStore:
                 )
             except DeadlineExceeded:
                 if now_s() < held_until_s + _REPLY_MARGIN_S:
-                    raise  # the tensors failed with this error
+                    raise  # too early for this call's timeout: the tensors failed with this error
                 # A dead peer would have ended the call with another error, so a message was lost.
                 continue
             if reply.ready:

@@ -22,7 +22,7 @@ _MODEL_LINES: Final = frozenset(
     | {"CPU implementer", "CPU architecture", "CPU variant", "CPU part"}
 )
 _FULL_PRECISION: Final = ("highest", *itertools.product(("none", "ieee"), repeat=2))
-"""Settings of `ComputeMode.matmul_precision` by which products of float32 are computed in float32."""
+"""Settings of `ComputeMode.matmul_precision` that compute float32 products in float32: a word, or (CUDA, CPU)."""
 
 _LIBRARY_VARIABLES: Final = ("MKL_", "ONEDNN_", "DNNL_", "OPENBLAS_")
 

@@ -114,7 +114,8 @@ class InlineExecutor(Executor):
             _finish(job.future, result, error, took_s)
 
 
-# First number of a job's priority (0: backward, 1: forward) -> share of a microbatch's time. Other jobs compute both.
+# First number of a job's priority (0: backward, or a forward in text generation; 1: other forward) -> share of a
+# microbatch's time. Other jobs compute both.
 _SHARES: Final = {0: 2 / 3, 1: 1 / 3}
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # both modules need the hooks
     from lightning_swarm.server.step_handlers import StepHandlers
 
 KeepWork = Callable[[ReceiptLedger], None]
-"""Keeps the work on a microbatch, before its receipt enters the ledger."""
+"""Called with the ledger of a step before a microbatch's receipt is added; keeps the microbatch's work for auditors."""
 
 
 def keep_nothing(ledger: ReceiptLedger) -> None:
@@ -54,7 +54,7 @@ class WorkLog:
     def keep_function(
         self, stage: Stage, receipt: Receipt, kept: CachedForward, gradients: Tree, input_gradients: Tree
     ) -> KeepWork:
-        """Return a function that keeps the work on a microbatch; it is called before the gradients are added."""
+        """Return a function that keeps the work on a microbatch, to be called before its gradients are added."""
         return keep_nothing
 
     def commit(self, report: StageLedger, stage: Stage, ledger: ReceiptLedger, step: int) -> StageLedger:
@@ -66,7 +66,7 @@ class WorkLog:
         return False
 
     async def borrowed(self, stage_index: int, version: int) -> Stage:
-        """Return a stage that this server does not hold, with the weights of a version."""
+        """Borrow a stage that this server does not hold, with the weights of a version."""
         raise NotMember(f"this peer does not hold stage {stage_index}, and borrows none")
 
     def state_hash(self, stage: Stage) -> StateHash:
@@ -128,12 +128,12 @@ class JoinChecks:
 
 @dataclass(frozen=True)
 class Oversight:
-    """All hooks of a run."""
+    """All hooks of a server in a run. `RunOversight` is its counterpart at a coordinator."""
 
     work: WorkLog = field(default_factory=WorkLog)
     rounds: RoundLog = field(default_factory=RoundLog)
     joining: JoinChecks = field(default_factory=JoinChecks)
-    # Makes the oversight of a coordinator on this server, from the oversight of its former coordinator.
+    # Called when this server becomes the coordinator, with its `RunOversight` of the last time, which may be empty.
     coordinating: Callable[[RunOversight], RunOversight] = lambda _: RunOversight()
 
 
@@ -142,4 +142,4 @@ NO_OVERSIGHT: Final = Oversight()
 Overseer: TypeAlias = (
     "Callable[[ServerContext, StepHandlers, Callable[[], PeerModel]], Callable[[RunSettings], Oversight]]"
 )
-"""Prepares a server's hooks, and returns a function that chooses them by a run's settings."""
+"""Called once for each server. The function that it returns chooses the server's hooks by a run's settings."""

@@ -1,4 +1,4 @@
-"""Compiles a grammar in a separate process, so that the endpoint is safe if it exceeds its time, memory or stack.
+"""Compiles a grammar in a separate process, so that too much time, memory or stack does not harm the endpoint.
 
 This script reads the arguments of `_check` as JSON from standard input, and prints the result as JSON in its last line.
 It compiles for a tokenizer of bytes in place of the model's, because the vocabulary hardly affects the cost.

@@ -16,7 +16,7 @@ class Prompt:
     """A tokenized prompt."""
 
     encoded: dict[str, Any]  # `input_ids` and `attention_mask`, ``[1, tokens]``
-    text: str  # if the client sent tokens: their text if the answer repeats it (`echo`), else empty
+    text: str  # empty if the client sent tokens, and no `echo`, which would repeat their text
 
 
 def tokens_of_prompt(served: ServedText, fields: Completion, prompt: str | list[int]) -> Prompt:

@@ -161,6 +161,6 @@ class QueuedRequest:
         self._queue.release(self)
 
     def stop_timer(self) -> None:
-        """Stop limiting the wait."""
+        """Cancel the timer that limits the wait."""
         if self.timer is not None:
             self.timer.cancel()

@@ -145,6 +145,7 @@ class TextScheduler:
         for route, due in self._due.items():
             group_sizes = [size for group_route, size in self._stepping.values() if group_route == route]
             max_groups, num_texts = self._groups.num_groups(len({*route})), len(due) + sum(group_sizes)
+            # `is_alone`: the group is one text, which cannot share a forward.
             group, is_alone = self._forward.group(due, -(-num_texts // max_groups))
             if len(group_sizes) < (_MAX_SINGLE if is_alone else max_groups):
                 break
@@ -160,7 +161,7 @@ class TextScheduler:
         return partial(self._step, group, num_texts=num_texts if is_measured else 0, splits=self._groups.splits)
 
     def _choose_part(self) -> Callable[[], None] | None:
-        is_alone = not (self._due or self._stepping)
+        is_alone = not (self._due or self._stepping)  # no text decodes
         max_parts = _MAX_SINGLE if is_alone else _MAX_PARTS
         if self._feeding[False] >= max_parts:
             return None
@@ -182,7 +183,7 @@ class TextScheduler:
     def _feed(self, text: GrowingText, *, is_alone: bool) -> None:
         """Compute a part of a text's prompt, and after the last part draw the first token."""
         continuing: Sequence[GrowingText] = ()
-        is_fed = True
+        is_fed = True  # the whole prompt is computed
         try:
             if not text.listener.is_cancelled and (text.is_prepared or text.prepare()):
                 num_tokens, begin_s = self._part_size(text, is_alone=is_alone), time.monotonic()

@@ -34,7 +34,7 @@ from lightning_swarm.strategy.rollback.loop_state import UNSAVED
 from lightning_swarm.strategy.rollback.rollback import Rollback
 from lightning_swarm.strategy.weight_sync import ModuleWeights
 
-_PEERS: Final = "swarm_peers"  # entry of a checkpoint, if peers need invitations: used invitations and the owner's bans
+_PEERS: Final = "swarm_peers"  # entry of a checkpoint: used invitations, the owner's bans, and convictions
 
 
 class CheckpointFiles(Callback):
@@ -46,7 +46,7 @@ class CheckpointFiles(Callback):
         self._jobs: list[Future[None]] = []
         self._under_way: str | None = None  # path of the newest file that is written in the background
         self._error: BaseException | None = None
-        self._in_background = False  # True while a file is saved that no other code reads before the next hook
+        self._in_background = False  # True while a file is saved that nothing reads before the next hook
         self._hook = ""  # name of the Trainer's current or last hook
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         # Subclasses are not watched, because their code may use the file as soon as it is saved.
@@ -98,7 +98,8 @@ class CheckpointFiles(Callback):
         """Finish the pending writes before a hook of user code, which may read the files."""
         if name != "on_save_checkpoint":  # this hook is called within other hooks
             self._hook = name
-        # A failed write, for example on a full disk, is reported at the next batch. It must not replace another error.
+        # A failed write, for example on a full disk, is reported at the next batch. `on_exception` only waits, so
+        # that the failure does not replace the exception.
         reports_failure = name == "on_train_batch_start" and all(job.done() for job in self._jobs)
         if name == "on_exception":
             wait(self._jobs)
@@ -190,8 +191,8 @@ class Checkpoints:
         self.writes_files = False  # the user brought no `CheckpointIO`
         self.files: CheckpointFiles | None = None  # set at the lead during training, if `writes_files`
         self.restored_step: int | None = None  # step of the checkpoint that this run resumed from
-        self.known_peers: Any = None  # entry `_PEERS` of that checkpoint, until a run has begun with it
-        self._peers_of_newest_run: dict[str, Any] | None = None  # entry `_PEERS` of the newest run's checkpoints
+        self.known_peers: Any = None  # `_PEERS` of that checkpoint, until a run has begun with it
+        self._peers_of_newest_run: dict[str, Any] | None = None  # `_PEERS` of the newest run
         self._folder: ShardedCheckpoint | None = None  # the loaded checkpoint, if it is sharded
 
     def __getstate__(self) -> dict[str, Any]:  # a copy must not refer to the run
@@ -210,7 +211,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ saving
 
     def module_state(self) -> dict[str, Any]:
-        """Return the module's state dict, with the weights of the last step."""
+        """Return the module's state dict with the last step's weights, as far as this peer must save them."""
         strategy, module = self._strategy, self._strategy.own_module
         if not strategy.is_global_zero:
             return {}  # only the lead saves
@@ -228,9 +229,9 @@ class Checkpoints:
             run.access.refresh()
             state, names = self._state_and_names()
         states = self._rollback.states
-        if states is not None and states.is_saving:  # a state of the loop for rollbacks, in memory
+        if states is not None and states.is_saving:  # a loop's state for rollbacks lacks the servers' weights
             written = run.access.pending if run is not None else {}
-            with strategy.paused_access():
+            with strategy.paused_access():  # reading tensors here is no use by user code
                 unsaved = unsaved_buffers(module)
             return states.without_weights(state, unsaved, {**model_state.first_names(module), **names}, written)
         if strategy.weights is None:
@@ -241,6 +242,7 @@ class Checkpoints:
                     "servers write a sharded checkpoint under the names of the module's parameters, so the module's "
                     f"`state_dict` must not rename them; got {renamed[0]!r}. Use `state_dict_type='full'`."
                 )
+            # Servers add the tensors of their stages to the checkpoint.
             return strategy.weights.without_stages(state, names) if strategy.weights.stale else state
         strategy.weights.complete(state, names)
         return state
@@ -266,12 +268,12 @@ class Checkpoints:
                 weights.check_optimizer()
             if self._is_sharded:
                 names = optimizer_state.parameter_names(strategy.own_module)
-                saved = optimizer.state_dict()  # if its state is stale, leave it out: the servers write theirs
+                saved = optimizer.state_dict()  # a stale state is omitted below, because the servers write it
                 return optimizer_state.number_to_name(optimizer, names, {**saved, "state": {}} if weights else saved)
             return default(optimizer) if weights is None else weights.optimizer_state(optimizer)
 
     def save(self, checkpoint: dict[str, Any], path: Any, options: Any | None, default: Callable[..., None]) -> None:
-        """Write a checkpoint, with the peers that the run knows, to a file or a sharded folder."""
+        """Write a checkpoint, with the run's invitations and bans, to a file or a sharded folder."""
         strategy, run = self._strategy, self._strategy.run
         if run is not None and run.loop is not None and run.loop.num_late_batches:
             # The weights lack these batches, so a run that resumes must read them again.
@@ -317,12 +319,12 @@ class Checkpoints:
     # ------------------------------------------------------------------ loading
 
     def forget_loaded(self) -> None:
-        """Forget the loaded checkpoint when the run is over; later checkpoints still contain the run's peers."""
+        """Forget the loaded checkpoint when the run is over; later checkpoints still have its invitations and bans."""
         self._remember_peers()
         self._folder, self.restored_step, self.known_peers = None, None, None
 
     def _remember_peers(self) -> None:
-        """Remember the peers that the run knows, if a run is under way."""
+        """Remember the run's used invitations, bans and convictions (`_PEERS`), if a run is under way."""
         run = self._strategy.run
         if run is not None and self._strategy.is_global_zero:
             self._peers_of_newest_run = run.peer.lead.known_peers()
@@ -373,7 +375,7 @@ class Checkpoints:
 
     def load_optimizer(self, checkpoint: Mapping[str, Any], default: Callable[[Mapping[str, Any]], None]) -> None:
         """Load a checkpoint's optimizer state, and send it to the servers."""
-        strategy, saved = self._strategy, None
+        strategy, saved = self._strategy, None  # `saved`: the state to send, if the optimizer does not get it
         if strategy.is_plain and self._folder is not None:
             whole = {**self._folder.read_groups(), "state": self._folder.read_state(None)}
             checkpoint = {**checkpoint, "optimizer_states": [optimizer_state.name_to_number(whole)]}

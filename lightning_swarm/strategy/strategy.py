@@ -1,4 +1,4 @@
-"""`SwarmStrategy`: its settings, and its methods for Lightning, which pass the work to the room's other modules."""
+"""`SwarmStrategy`: its settings, and its methods for Lightning, which pass the work to this package's other modules."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ class SwarmStrategy(StrategyBase):
             vars(self.own_module).update(self._compiled)  # Lightning's check for compiled modules is over
             self._compiled = {}
         elif not self.config.only_serves:
-            self._has_begun = False  # each run, also after a rollback, begins without a batch
+            self._has_begun = False  # each run, even after a rollback, begins without a batch
             startup.complete_callbacks(self, self.own_module.trainer)
 
     @override

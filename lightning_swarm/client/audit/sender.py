@@ -37,7 +37,7 @@ class AuditSender:
     """Sends the work of servers to auditors, which recompute it. Runs on the event loop, without the main thread."""
 
     # An auditor gets the trainer's own tensors from the trainer, and the rest from the audited server. That server
-    # could falsify the rest, but its neighbours hold the same tensors.
+    # could falsify the rest, but its neighbours hold the same tensors, and the coordinator compares their digests.
     def __init__(self, context: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._context = context
         self._run = run
@@ -67,7 +67,7 @@ class AuditSender:
             try:
                 if work.auditor in silent:
                     raise _AuditorSilent(f"{work.auditor} did not answer about another microbatch of this order")
-                # If the coordinator is the auditor, it convicts a server that does not answer it.
+                # A coordinator that audits may convict the audited server if it gets no answer from that server.
                 may_convict = work.auditor == caller
                 await self._send(order, work, copy, num_ahead=self._num_audits[work.auditor], may_convict=may_convict)
             except SwarmError as error:
@@ -91,7 +91,8 @@ class AuditSender:
         patience_s = self._auditor_patience_s(
             work.stage_index, copy.microbatch.num_rows, num_ahead, may_convict=may_convict
         )
-        # Twice the time if the audited server recomputes its part, too, or may be convicted for its silence.
+        # Half of the time is for the audited server's answer. Twice the time if that server recomputes its part too, or
+        # may be convicted for its silence.
         patience_s *= 2 if order.compare or may_convict else 1
         structure, tensors = serialization.flatten(_trainer_tensors(copy, work.stage_index))
         request = AuditRequest(
@@ -104,7 +105,7 @@ class AuditSender:
             place=work.place,
             compare=order.compare,
             structure=structure,
-            patience_s=patience_s / 2,  # the auditor's wait for the audited server
+            patience_s=patience_s / 2,  # the auditor's longest wait for the audited server
         )
         begin_s = now_s()
         try:
@@ -115,10 +116,11 @@ class AuditSender:
             raise _AuditorSilent(str(error)) from error
 
     def _auditor_patience_s(self, stage: int, num_rows: int, num_ahead: int, *, may_convict: bool) -> float:
-        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` microbatches before it."""
-        # More time if the audited server may be convicted for its silence, because its link may be the slowest.
+        """Return the seconds that an auditor may take for a microbatch, with `num_ahead` audits under way there."""
+        # `num_ahead` includes the whole order, so it is an upper bound of the audits before this one. More time if the
+        # audited server may be convicted for its silence, because its link may be the slowest.
         context = self._context
-        samples_per_s, whole_s = context.routers[stage].median_rate(), context.durations.usual_s  # whole: all stages
+        samples_per_s, whole_s = context.routers[stage].median_rate(), context.durations.usual_s  # whole_s: all stages
         if samples_per_s is None or whole_s is None:
             return context.timeout
         usual_s = max(MAX_SLOWDOWN * num_rows / samples_per_s, whole_s) * (1 + num_ahead)
@@ -149,7 +151,7 @@ class AuditSender:
 def _trainer_tensors(
     copy: ReplayCopy, stage: int
 ) -> tuple[tuple[tuple[object, ...] | None, Mapping[str, object]], object]:
-    """Return the tensors that the trainer sent to a stage: keyword arguments, first inputs and last gradients."""
+    """Return the tensors that the trainer sent to a stage: extras, first stage's inputs, last stage's gradients."""
     microbatch = copy.microbatch
     last = len(microbatch.extras) - 1
     inputs = microbatch.inputs if stage == 0 else None

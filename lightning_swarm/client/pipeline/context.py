@@ -121,8 +121,8 @@ class PipelineContext:
 
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
         """Route by the record's rosters from now on; connect to newcomers, and retry unreached servers."""
-        # Newcomers of records that this trainer skipped need no connection here: the lead skips no record, a trainer
-        # that also serves has connected before the record, and `TrainerRole` connects other trainers.
+        # Trainers except the lead may skip records. If a trainer also serves, its server has already connected to the
+        # newcomers of a skipped record, otherwise `TrainerRole` has.
         await self.replay_buffer.release(record.step)
         self.revokers.clear()
         rosters = [[member.peer_id for member in roster] for roster in members]
@@ -193,7 +193,7 @@ class PipelineContext:
             return await ask()
 
     async def wait_for_room(self) -> None:
-        """Wait while a stage has enough forwards, because none is done yet that shows which peers are slow."""
+        """Wait while a microbatch is sent alone, or a stage has enough forwards until its slow peers are known."""
         while self._alone.locked() or any(router.is_full for router in self.routers):
             self._progress.clear()
             await self._progress.wait()
@@ -261,7 +261,7 @@ class PipelineContext:
             router.note_forward(charge, busy_s=busy_s)
 
     def note_answer(self, peer: PeerId, *, step: int) -> None:
-        """Record that a peer answered. If it was silent before, end the wait for empty stages."""
+        """Record that a peer answered. If it was silent, its stage is no longer empty, so end the wait for stages."""
         if self._silent.pop(peer, None) is not None:
             self._outage_wait.stage_found(step=step)
 
@@ -273,11 +273,11 @@ class PipelineContext:
             self._silent[peer] = error
 
     def is_empty(self, stage: int) -> bool:
-        """Return whether all peers of a stage are silent, and `stage_timeout` allows waiting for a peer."""
+        """Return whether to wait for a stage: all its peers are silent, and `stage_timeout` exceeds `timeout`."""
         return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
 
     async def wait_for_stage(self, stage: int, *, step: int) -> None:
-        """Log that a stage is empty; raise if it was empty for too long, or if the run has ended."""
+        """Log that the caller waits for an empty stage; raise if that takes too long, or if the run has ended."""
         gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
         address = (await self.transport.addresses())[0]
         self._outage_wait.keep(stage, gone, step=step, address=address, now_s=now_s())
@@ -288,12 +288,12 @@ class PipelineContext:
             _log.info("It is unknown whether the run continues: %r", error)
 
     def avoid(self, peers: Collection[PeerId], lost: Collection[PeerId], *, step: int, reason: str) -> None:
-        """Avoid `lost` servers, and `peers` where a stage has other servers, until the next record."""
+        """Until the next record, send nothing to `lost` servers, and to `peers` only if a stage has no other server."""
         self._lost.update(lost)
         for stage, router in enumerate(self.routers):
             avoided = self._avoided.setdefault(stage, set())
-            known, allowed = {*router.peers, *avoided}, self.peers_of(stage)
-            usable = allowed - avoided - {*peers} or allowed  # avoided servers only if there are no others
+            known, allowed = {*router.peers, *avoided}, self.peers_of(stage)  # `allowed`: without lost servers
+            usable = allowed - avoided - {*peers} or allowed  # avoided servers only as a last resort
             if not usable or usable == {*router.peers}:
                 continue
             for peer in sorted({*router.peers} - usable):

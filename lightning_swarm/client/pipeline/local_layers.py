@@ -1,7 +1,8 @@
 """A trainer's layers around the pipeline, such as embeddings and a head, and their copies at its own server.
 
-For each batch the trainer computes gradients with the user's own parameters. `add` moves them from `grad` to the sum of
-a stage that all trainers hold. Servers step that stage's copies, and `refresh` writes the new weights back.
+In a run these layers are one more stage, and each trainer's own server holds a replica. For each batch the trainer
+computes gradients with the user's own parameters. `add` moves them from `grad` to the stage's sum, servers step the
+stage like any other, and `refresh` copies its new weights into the user's parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class LocalStage(Protocol):
         weight: float,
         batch_statistics: Tensor | None,
     ) -> None:
-        """Add a batch's gradients, and its batch norms' statistics (`seen`), to the stage's sum, once."""
+        """Add a batch's gradients and batch norm statistics to the stage's sum, once."""
 
     async def wait_for_version(self, version: int) -> None:
         """Wait until the stage reaches a version."""
@@ -64,16 +65,15 @@ class LocalLayers:
     _checked_gradients: bool = False
     _has_added: bool = False  # a batch's gradients were added
     _statistics_are_ahead: bool = False  # the module's running statistics include a batch that is in no record yet
-    # name -> value in the stage, as far as this trainer knows; for running statistics, after the newest forward
+    # name -> the stage's value, as far as this trainer knows
     _known: dict[str, Tensor] = field(default_factory=dict)
-    _known_buffers: dict[str, Tensor] = field(default_factory=dict)
+    _known_buffers: dict[str, Tensor] = field(default_factory=dict)  # running statistics: after the newest forward
 
     def __post_init__(self) -> None:
         self._running_statistics = RunningStatistics(self.module)
         self._batch_statistics = BatchStatistics()  # of the current batch
-        # Marks replace `grad` and raise an error when used. `set` marks a batch's gradients that the stage has summed;
-        # Lightning's next `zero_grad` may remove these marks. `set_for_step` marks a step's gradients for the hooks
-        # before the optimizer steps, which must not remove the marks: otherwise `check` raises.
+        # Once a batch is in the stage's sum, marks replace its `grad`, and raise an error when used. Lightning's next
+        # `zero_grad` may remove them.
         self._batch_marks = GradientMarks(list(self.parameters.values()))
         names = {id(buffer): name for name, buffer in self._buffers().items()}
         self._names_of_norms = [
@@ -97,6 +97,7 @@ class LocalLayers:
         if self._batch_statistics.values is not None:
             self._statistics_are_ahead = True
             buffers, counts = self._buffers(), self._batch_statistics.values.tolist()
+            # The statistics begin with the number of uses of each norm.
             written = [name for num, names in zip(counts, self._names_of_norms, strict=False) if num for name in names]
             self._known_buffers.update((name, buffers[name].detach().clone()) for name in written)
 
@@ -151,6 +152,7 @@ class LocalLayers:
         parameters = list(self.parameters.values())
         gradients = [parameter.grad for parameter in parameters]
         self.clear()
+        # Hooks of user code that run before the optimizer steps must leave these marks in place, else `check` raises.
         marks = GradientMarks(parameters)
         marks.set_for_step()
         try:
@@ -167,7 +169,7 @@ class LocalLayers:
         self.clear()
 
     def note_current(self) -> None:
-        """Record that the stage has the module's present values."""
+        """Record that the stage's values equal the module's present values."""
         self._known_buffers = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         self._known = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
@@ -203,7 +205,7 @@ class LocalLayers:
         return {name: tensor for name, tensor in self.module.named_stage_tensors().items() if name not in parameters}
 
     def note_stage_has(self, written: Mapping[str, Tensor]) -> None:
-        """Record that the stage has received the written values."""
+        """Record that the stage has received the values that user code has written."""
         self._known.update((name, tensor) for name, tensor in written.items() if name in self._known)
 
     def refresh(self, version: int, *, exactly: bool = False) -> None:

@@ -130,7 +130,7 @@ class MicrobatchRun:
 def run_all(
     runtime: Runtime,
     works: Sequence[Coroutine[Any, Any, Any]],  # forwards or backwards of all microbatches of a call
-    first: serialization.Tree,  # the tensors that the first microbatch sends
+    first: serialization.Tree,  # tensors of the first microbatch; their size decides `turns_apart`
     *others: Coroutine[Any, Any, None],  # run at the same time
     limit: int,  # microbatches under way at once
 ) -> list[Any]:
@@ -189,7 +189,7 @@ async def _send_forwards(calls: StageCalls, *, in_order: bool) -> None:
         if any(len(avoid[stage]) >= len(context.routers[stage].peers) for stage in busy):
             pause_s = await _pause(calls, pause_s, deadline)  # all peers are busy
         for stage in busy:
-            context.routers[stage].refund(calls.route[stage])
+            context.routers[stage].refund(calls.route[stage])  # the busy peer refused the microbatch
             calls.reroute(stage, frozenset(avoid[stage]))
         stages = sorted({*busy, *(stage + 1 for stage in busy if stage < calls.last_stage)})
 

@@ -62,10 +62,10 @@ class _InputSource:
 
     peer: PeerId
     source: PeerId | None  # peer whose result the call gets; None: the trainer sends the input itself
-    recompute: PeerId | None = None  # peer with the forward's input
+    recompute: PeerId | None = None  # to recompute the forward: peer with its input
 
     def agrees(self, wanted: _InputSource) -> bool:
-        """Return whether a call that was sent with this source also does what `wanted` requires."""
+        """Return whether a call sent like this suffices for `wanted`: the same source, and no other `recompute`."""
         return self.source == wanted.source and self.recompute in (None, wanted.recompute)
 
 
@@ -82,9 +82,9 @@ class StageCalls:
     evidence: dict[Direction, ResultEvidence] = field(default_factory=dict)  # from `ResultCheck.evidence_of`
     replaced: set[tuple[int, PeerId]] = field(default_factory=set)  # (stage, peer) that failed and was replaced
     _sent: dict[tuple[int, Direction], _InputSource] = field(default_factory=dict)  # sent and not cancelled
-    # (stage, direction) -> servers that answered with an error; below, the number of all these answers.
+    # (stage, direction) -> servers that answered with an error; cleared when all servers of the stage did.
     _refused: dict[tuple[int, Direction], set[PeerId]] = field(default_factory=dict)
-    _num_refusals: int = 0
+    _num_refusals: int = 0  # all such answers so far
     _names: dict[tuple[int, Direction], tuple[str, TicketKey]] = field(default_factory=dict)  # see `result_name`
 
     @property
@@ -99,7 +99,7 @@ class StageCalls:
 
     @property
     def first_backward_stage(self) -> int:
-        """The first stage with a backward, which is the last to run it; without any, the index after the last stage."""
+        """The lowest stage with a backward, which runs its backward last; one past the last stage if there is none."""
         if self.holders is not None:
             return min(self.holders)
         if self.microbatch.input_grad:
@@ -303,7 +303,8 @@ class StageCalls:
             if peer not in self.context.revokers:
                 self.context.revokers.add(peer)
                 raise error
-            # A peer's second report in this step that a batch was struck may be false, so another peer is tried.
+            # A peer's first report in a step that a batch was struck is accepted. A second report may be false, so
+            # another peer is tried.
             raise self._refused_by(stage, direction, Refusal(peer, error)) from error
         if isinstance(error, Refusal):
             raise self._refused_by(stage, direction, error) from error
@@ -312,7 +313,7 @@ class StageCalls:
         raise error
 
     def _refused_by(self, stage: int, direction: Direction, refusal: Refusal) -> Exception:
-        """Count a refusal, and return its error: the server's own error only if no other server may do better."""
+        """Count a refusal, and return the error to raise: the server's own only if no other server may do better."""
         refused = self._refused.setdefault((stage, direction), set())
         refused.add(self.peer(stage))
         self._num_refusals += 1
@@ -321,7 +322,8 @@ class StageCalls:
             return refusal.error  # probes may fail legitimately
         if not refused >= self.context.peers_of(stage):
             return StageCallFailed(stage, self.peer(stage), refusal)
-        refused.clear()  # after `OutOfMemory` the microbatch is sent once more, alone
+        refused.clear()  # count anew: after `OutOfMemory`, for example, the microbatch is sent once more, alone
+        # The peer that sent the input may have falsified it. Count a refusal by that peer, so that it is replaced.
         suspect = self.context.results.suspect(stage, direction, self.last_stage)
         max_refusals = _MAX_REFUSALS * sum(len(router.peers) for router in self.context.routers)
         if suspect is None or self._num_refusals >= max_refusals:

@@ -1,4 +1,4 @@
-"""Screens the sums of one step: once before they are audited, and once more as they were averaged."""
+"""Finds suspicious gradient sums of one step: before servers' work is audited, and again as they were averaged."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StepScreen:
     def __init__(self, step: OpenStep, histories: dict[int, StageHistory]) -> None:
         self._step, self._histories = step, histories
         self._is_recorded = False  # the histories include this step
-        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> server -> total weight of its claimed samples
+        self._shares: dict[int, dict[PeerId, float]] = {}  # stage -> server -> weight of its claimed microbatches
 
     def screen(
         self, claims: Mapping[Unit, Collection[Receipt]], sums: Mapping[Unit, StageProjection]
     ) -> dict[int, Screening]:
-        """Screen the sums of each stage, given the microbatches that each server claims."""
-        num_microbatches = Counter(first for first, _, _ in self._step.counted)
+        """Screen the projected sums of each stage, given the microbatches that each server claims."""
+        num_microbatches = Counter(first for first, _, _ in self._step.counted)  # place of a batch -> its microbatches
         origins = self._step.origins
         weights = {first: origins[first].weight / number for first, number in num_microbatches.items()}
         screenings = {}
@@ -36,7 +36,7 @@ class StepScreen:
         return screenings
 
     def screen_again(self, stage_index: int, sums: Mapping[PeerId, Sequence[float]]) -> set[PeerId]:
-        """Screen the sums as they were averaged; return the suspects, and servers with a sum but no claimed work."""
+        """Screen projections of the averaged sums; return the suspects, and servers with a sum but no claimed work."""
         shares = self._shares.get(stage_index, {})
         screened = {peer: values for peer, values in sums.items() if peer in shares}
         without_work = {peer for peer, values in screened.items() if not shares[peer] and any(values)}

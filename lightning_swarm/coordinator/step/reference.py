@@ -47,7 +47,7 @@ def choose_excluded(
     trusted: Sequence[PeerId] = (),  # in each stage, the first of these servers is the reference
     tied: bool = False,  # stages share weights, whose hashes are in the ledgers
 ) -> dict[PeerId, WeightsDiffer]:
-    """Choose the servers to exclude: in one stage whose replicas differ or, if none differ, by `tied` weights."""
+    """Choose servers of one stage whose replicas differ or, if none differ, of stages whose `tied` weights do."""
     chosen = [
         _choose(index, ledgers, guests=guests, trusted=trusted, tied=tied)
         for index, stage in enumerate(ledgers)
@@ -68,7 +68,7 @@ def check_lead_kept(manifest: Manifest, excluded: Mapping[PeerId, WeightsDiffer]
 
 
 def _bits(ledger: ServerLedger) -> _Bits:
-    """Return the hashes of its weights that a replica reports."""
+    """Return the hash that a replica reports of its state, and the hashes of its shared weights."""
     return ledger.report.version_hash, frozenset((ledger.report.tied or {}).items())
 
 
@@ -158,12 +158,13 @@ def _agree(some: Mapping[str, int], others: Mapping[str, int]) -> bool:
 def _with_other_shared_weights(
     ledgers: Ledgers, guests: Collection[PeerId], trusted: Sequence[PeerId]
 ) -> dict[PeerId, WeightsDiffer]:
-    """Find servers of stages with other shared weights than a higher-ranked stage, if the stages' replicas agree."""
+    """Return an error for each server of a stage whose shared weights differ from a higher-ranked stage's."""
+    # Called only if the replicas of each stage agree, so the first replica has the hashes of its stage.
     tied = [next((ledger.report.tied or {} for ledger in stage.values()), {}) for stage in ledgers]
     num_voting = [len(_voting(stage, guests)) for stage in ledgers]
 
     def rank(index: int) -> tuple[int, int, int]:
-        """Stages of trusted servers come first, then the stages whose weights most servers confirm."""
+        """Return a key that sorts trusted servers' stages first, then stages whose weights most servers confirm."""
         peers = {member.peer_id for member in ledgers[index]}
         trusted_rank = next((rank for rank, peer in enumerate(trusted) if peer in peers), len(trusted))
         confirming = [stage for stage in range(len(ledgers)) if stage == index or _agree(tied[index], tied[stage])]

@@ -24,9 +24,9 @@ def copy_value(value: Any, counterparts: dict[int, Any]) -> Any:
 
 
 def copy_hooks(register: Any, counterparts: dict[int, Any]) -> Any:
-    """Copy a register of hooks; hooks of objects without counterparts stay shared, with the data that they collect."""
+    """Copy a register of hooks. Hooks of objects without counterparts are shared, so both copies add to their data."""
     result = register.copy()
-    for key, hook in register.items() if isinstance(register, dict) else ():
+    for key, hook in register.items() if isinstance(register, dict) else ():  # a set has only names
         result[key] = _counterpart(hook, counterparts)
     return result
 

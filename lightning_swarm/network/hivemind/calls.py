@@ -66,7 +66,7 @@ class OutgoingCalls:
     def hang_up(self, peer: PeerId) -> None:
         """Close the stream to a peer, if there is one."""
         opening = self._streams.get(peer)
-        # `cancel` is False for a stream that is open already.
+        # `opening.cancel()` returns False if the stream is already open.
         if opening is not None and not opening.cancel() and not _has_ended(opening):
             opening.result().close()
 

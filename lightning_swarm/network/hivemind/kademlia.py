@@ -1,4 +1,4 @@
-"""hivemind's Kademlia protocol with limits on requests and on stored records, for each peer and in all."""
+"""hivemind's Kademlia protocol with limits on requests and on stored records, for each peer and in total."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RequestRates:
         """Charge a peer for a request, or refuse the request with `Busy` and charge nothing."""
         left, at_s = self._left.pop(peer, (_BURST, now_s))
         left = min(_BURST, left + (now_s - at_s) * _REQUESTS_PER_S) - cost
-        self._left[peer] = (left if left >= 0 else left + cost), now_s
+        self._left[peer] = (left if left >= 0 else left + cost), now_s  # a refused request costs nothing
         if len(self._left) > _MAX_CALLERS:  # forget the peer that has been silent for longest
             del self._left[next(iter(self._left))]
         if left < 0:
@@ -67,7 +67,7 @@ class RequestRates:
 
 @dataclass
 class Quotas:
-    """Counts the bytes of stored records: by key, by the peer that stored them, and in all."""
+    """Counts the bytes of stored records: by key, by the peer that stored them, and in total."""
 
     # (key, subkey) -> (peer that stored the record, bytes, time of expiry)
     _records: dict[tuple[Hashable, Hashable], tuple[Hashable, int, float]] = field(default_factory=dict)
@@ -186,7 +186,8 @@ class BoundedProtocol(DHTProtocol):  # type: ignore[misc]  # hivemind is untyped
         self._rates.charge(context.remote_id, cost, time.time())
 
     def _store(self, sender: PeerID, key: bytes, tag: bytes, value: bytes, expires_at: float) -> bool:
-        """Store the record whose encoded subkey is `tag`, or a dictionary of records; False if any was not stored."""
+        """Store one record, or a dictionary of records; return False if any was not stored."""
+        # `tag` is the encoded subkey of one record, or hivemind's mark of a dictionary.
         if tag == self.IS_DICTIONARY:
             dictionary = self.serializer.loads(value)
             if not isinstance(dictionary, DictionaryDHTValue):

@@ -79,7 +79,7 @@ def simulate(scenario: Scenario) -> list[Span]:
 
 
 def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: float = math.inf) -> float:
-    """Return the samples between two times as a share of the best assignments' samples; NaN if these compute none."""
+    """Return the samples computed between two times, divided by those of the best assignments; NaN if that is 0."""
     done = best = 0.0
     for span in spans:
         length_s = max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s))
@@ -138,7 +138,7 @@ class _Swarm:
         if has_changed:
             self._churn.note_change(now_s)
             for peer in sorted(self._left.keys() & (self._alive.keys() - self._arrivals.keys())):
-                self._put(peer)  # without `barred`: after a change, it may return to stages that it left
+                self._put(peer)  # nothing is `barred`: after a change, a peer may return to stages that it left
             self._left.clear()
             self.best = best_of(self._alive.values(), self._scenario.num_stages)
         is_regular = now_s >= self._decision_s
@@ -157,7 +157,7 @@ class _Swarm:
             self._put(peer, barred=self._left.get(peer, ()))
         return bool(arrived)
 
-    def _put(self, peer: PeerId, barred: Collection[int] = ()) -> None:
+    def _put(self, peer: PeerId, barred: Collection[int] = ()) -> None:  # `barred`: stages to which it may not move
         stage = self._stages.stage_of(peer)
         assert stage is not None
         self._stages.put(peer, stage, self._alive[peer], barred=barred)

@@ -20,7 +20,7 @@ Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ChangeRequest(WireMessage, frozen=True):
-    """The lead sends the coordinator the change with which step `step` begins, before the step's first lease."""
+    """The lead sends a change of weights or trained parameters with which a step begins, before its first lease."""
 
     generation: Count
     step: Count
@@ -30,7 +30,7 @@ class ChangeRequest(WireMessage, frozen=True):
 class GrantRequest(WireMessage, frozen=True):
     """A trainer with a batch asks the coordinator for a lease in the open step."""
 
-    step: Count  # the weight version that the trainer knows
+    step: Count  # the open step, as far as the trainer knows
     num_samples: NumSamples
     generation: Count  # the run's generation, as the trainer knows it
     gradient_scale: Positive = 1.0  # the factor of the trainer's losses; the same for all batches of a step
@@ -155,7 +155,7 @@ class BatchArmed(WireMessage, frozen=True):
 
 
 class BatchBegins(WireMessage, frozen=True):
-    """The lead reports that it begins a batch with an earlier lease; a late record may come during the batch."""
+    """The lead begins a batch whose lease it received earlier. The late step's record may come during the batch."""
 
     generation: Count
     step: Count
@@ -190,7 +190,7 @@ class BatchDoneReply(WireMessage, frozen=True):
     """The coordinator answers whether the step closes now, so that the trainer waits for its record."""
 
     closing: bool
-    ended: RecordReply | None = None  # answers `ends`; or, if the step stays open, carries the imminent record
+    ended: RecordReply | None = None  # answers `ends`; if the step stays open: the record of step `imminent`
     grant: Grant | None = None  # answers `following`, unless the lease has to wait
     # Only to the lead, with delayed steps: the step whose record is decided, or about to be, but unknown to the lead.
     imminent: Count | None = None
@@ -199,7 +199,8 @@ class BatchDoneReply(WireMessage, frozen=True):
 class RecordRequest(WireMessage, frozen=True):
     """A trainer asks the coordinator for the record of a step, and waits until the step is decided."""
 
-    # The record waits until the lead asks, because its loop is then at the end of the step and does not validate.
+    # Without delayed steps, the coordinator decides the record only when the lead asks for it. Until then the lead's
+    # loop may validate.
     step: int
     generation: Count
     version: Count  # the newest version that the trainer knows
@@ -207,7 +208,7 @@ class RecordRequest(WireMessage, frozen=True):
     hyperparameters: list[dict[str, Any]] | None = None
     # Hyperparameters of the previous step, if the lead does not know its record.
     before: list[dict[str, Any]] | None = None
-    decided: bool = True  # False, with delayed steps: wait only until the next step is open
+    decided: bool = True  # wait for the record; False, with delayed steps: only until the next step is open
     epoch: Count = 0  # epoch of the lead's loop
     # Only from the lead: the versions of snapshots from which its loop could continue.
     resumable: Annotated[list[Count], msgspec.Meta(max_length=64)] | None = None
@@ -230,7 +231,7 @@ class RecordReply(WireMessage, frozen=True):
     logs: list[LoggedValue] = msgspec.field(default_factory=list)
     # Only to the lead: event counts that have risen since its last reply. If many have, some come later.
     noted: dict[PeerId, EventCounts] = msgspec.field(default_factory=dict)
-    # Only to the lead: first positions of other trainers' batches in this record that have metric states.
+    # Only to the lead: first positions of other trainers' batches in this record whose metric states it may request.
     measured: list[Count] = msgspec.field(default_factory=list)
 
 
@@ -291,7 +292,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     checkpoint: dict[str, Any]  # Lightning's, with `Awaited` in place of weights and optimizer state
     parameter_names: list[str]  # names in the optimizer's order
-    # The names of fields are those on the wire.
+    # The wire format fixes these short names.
     made: dict[str, Any]  # random state when the epoch's iterator was made
     first: dict[str, Any]  # random state before the epoch's first batch was read
     now: dict[str, Any]  # random state before the next batch is read

@@ -48,7 +48,7 @@ class AuditedJoinChecks(JoinChecks):
     def reject_donor(self, error: Exception, donor: PeerId | None, coordinator: PeerId, stage_index: int) -> None:
         is_outage = isinstance(error, PeerError) and not isinstance(error, Unconfirmed)
         if is_outage or donor in (None, coordinator):
-            return
+            return  # the caller raises `error`
         # False state may cause any other error, even one that would end this peer.
         self._rejected_donors.add(donor)
         self._context.events.note("unconfirmed", peer=donor, stage=stage_index, reason=str(error))
@@ -70,7 +70,7 @@ class AuditedJoinChecks(JoinChecks):
         run, timeout = self._context.membership.run, min(self._context.limits.call_timeout, 30.0)
         view = await VIEW.ask(self._context.transport, run.coordinator, None, timeout=timeout)
         if (view.manifest.generation, view.version) != (run.manifest.generation, version):
-            return False  # wait until the next record has reached both
+            return False  # the caller waits for the next record
         adopt(view.seats)
         return True
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _HOLD_S: Final = 15.0  # seconds to wait for the next record
 _POLL_S: Final = 1.0  # pause between searches for a run, and between requests while members are unconfirmed
-# With the pauses, two minutes: long enough for a record to exclude this peer's former process after a restart.
+# All attempts and pauses take two minutes. After a restart, a record excludes this peer's former process in that time.
 _MAX_ATTEMPTS: Final = 8
 _MAX_TARGET_ATTEMPTS: Final = 3  # attempts to join the stage to which a server moves
 _FIRST_PAUSE_S: Final = 1.0  # pause after the first attempt; doubles each time
@@ -260,8 +260,8 @@ class Joiner:
                 stage_index=stage.index,
                 version=version,
                 hold_s=hold_s,
-                seated=has_members,
-                written=self._steps.sums.next.change.number,
+                seated=has_members,  # False asks for the members
+                written=self._steps.sums.next.change.number,  # the written weights that this server has
             )
             reply, tensors = await NEXT.ask(
                 self._transport,
@@ -275,6 +275,7 @@ class Joiner:
                 has_members = self._adopt_members(version, reply.seats)
             gradient, written_weights = (tensors[:1], tensors[1:]) if record else ((), tensors)
             change = record.change if record is not None else reply.change  # user code's, made before the step
+            # Apply the change once, before the record of the step that it begins.
             if change not in (NO_CHANGE, self._steps.sums.next.change) and version == self._steps.version:
                 await self._steps.follow_change(version, change, named(reply.names, written_weights))
                 hold_s = 0.0
@@ -338,7 +339,7 @@ class Joiner:
             if request.change.written is not None and stage.index in request.change.written.stages:
                 await self._steps.wait_for_written(closing.step, request.change.number)  # sent by the donor
             await self._steps.follow_change(closing.step, request.change, {})
-            mean, carried = await self._steps.rounds.collect(closing, stage, rosters)
+            mean, carried = await self._steps.rounds.collect(closing, stage, rosters)  # `carried`: averaging state
         version_hash = await self._compute(partial(stage.fingerprint, request.challenge))
         self._steps.sums.check(caller, closing.generation, closing.step)
         if not is_held:

@@ -119,7 +119,7 @@ def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tens
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    # Not `reshape`: a single number from a column is contiguous and keeps its stride, which no byte view allows.
+    # Not `reshape`: one element of a column counts as contiguous, but keeps its stride, which no view of bytes allows.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -174,7 +174,7 @@ class StageDownload:
             ) from None
 
     async def _follow_first(self, donors: Sequence[PeerId]) -> tuple[PeerId, FollowReply]:
-        """Follow the first donor that has a slot for a download; wait for a slot, because each donor has few."""
+        """Ask donors in turn to copy the stage for this peer, until one has a slot, because each donor has few."""
         hold_s = 0.0
         while True:
             for donor in donors:
