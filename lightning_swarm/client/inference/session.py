@@ -228,7 +228,7 @@ class InferenceSession:
                 if self._error is not None:
                     raise self._error
                 if broken:
-                    broken = await self._rebuild(broken | self._reported_stages())
+                    broken = await self._rebuild(broken)
                     if not broken:  # replays take time, so extend the deadline
                         deadline_s = min(max_deadline_s, now_s() + timeout)
                 else:
@@ -321,11 +321,8 @@ class InferenceSession:
     async def _wait(self, output: asyncio.Future[SessionResult]) -> set[int]:
         """Wait for the output or a failure; return the stages that need another server or a replay."""
         while not output.done() and self._error is None:
-            if self._failures:
-                caller, failed = self._failures.popleft()
-                if not self._is_old(failed):
-                    return self._choose_remedy(caller, failed)
-                continue
+            if reported := self._reported_stages():
+                return reported
             if self._broken:
                 broken, self._broken = self._broken, set()
                 return broken
@@ -455,9 +452,9 @@ class InferenceSession:
         """Replace servers and replay the steps to broken stages; return the stages that are still broken."""
         self.is_delayed = True
         self.on_delay()
+        broken = broken | self._reported_stages()
         self._attempt += 1
         self._attempt_step = self.num_steps
-        self._failures.clear()
         self._broken.clear()
         self._num_rebuilds += 1
         if self._num_rebuilds > _MAX_HASTY * len(self._route):
