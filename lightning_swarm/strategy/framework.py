@@ -8,10 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.strategy.step_estimate import EstimatedSteps
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+
+    CallbackBase = Callback
+else:
+    CallbackBase = object
+"""Base of callbacks that are `written_once`, which adds the Callback of either tree at run time."""
 
 OWN_PACKAGES: Final = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_swarm")
 """Packages whose code is not the user's."""

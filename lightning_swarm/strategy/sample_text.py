@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,11 +22,7 @@ from lightning_swarm.core.errors import ConfigError, ProtocolError, StageError, 
 from lightning_swarm.core.rebase import written_once
 from lightning_swarm.peer.text_requests import TextRequests, WaitingPrompt
 from lightning_swarm.protocol.messages.inference import RunText
-
-if TYPE_CHECKING:
-    _Callback = Callback
-else:
-    _Callback = object
+from lightning_swarm.strategy.framework import CallbackBase
 
 __all__ = ["Sample", "SampleText"]
 
@@ -48,7 +44,7 @@ class Sample:
 
 
 @written_once(Callback)
-class SampleText(_Callback):
+class SampleText(CallbackBase):
     """Generates texts with the model while it trains, and logs them.
 
     The texts are the same as on one machine with the weights of that step. Training is the same with and without this

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterator
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -18,11 +18,7 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError, Diverged
 from lightning_swarm.core.rebase import written_once, written_part
 from lightning_swarm.protocol.messages.run import MAX_SKIPPED, BatchNumber
-
-if TYPE_CHECKING:
-    _Callback = Callback
-else:
-    _Callback = object
+from lightning_swarm.strategy.framework import CallbackBase
 
 __all__ = ["SkipDivergence", "skipped_batches"]
 
@@ -59,7 +55,7 @@ class LossHistory:
 
 
 @written_once(Callback)
-class SkipDivergence(_Callback):
+class SkipDivergence(CallbackBase):
     """Rolls a run back if its loss diverges, and skips the batches of the diverging steps.
 
     A step has diverged if its loss is not finite, or is more than `factor` times the median of the last `window`
@@ -101,8 +97,8 @@ class SkipDivergence(_Callback):
         for name, (value, least) in lowest.items():
             if type(value) is not int or not least <= value <= _MAX_STEPS:
                 raise ConfigError(
-                    f"`{name}` of `SkipDivergence` must be a whole number of {least} to {_MAX_STEPS}, got {value!r}. "
-                    "Its docstring describes it."
+                    f"`{name}` of `SkipDivergence` must be a whole number of {least} to {_MAX_STEPS}, got "
+                    f"{value!r}. Choose another."
                 )
         if factor is not None and not 1.0 < factor < math.inf:
             raise ConfigError(

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -14,12 +14,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, SwarmError
 from lightning_swarm.core.rebase import written_once, written_part
-from lightning_swarm.strategy.framework import IMPORT_TREES, tree_of
-
-if TYPE_CHECKING:
-    _Callback = Callback
-else:
-    _Callback = object
+from lightning_swarm.strategy.framework import IMPORT_TREES, CallbackBase, tree_of
 
 __all__ = ["SwarmMetric", "SwarmMonitor", "add_default_monitor"]
 
@@ -30,7 +25,7 @@ _METRICS: Final[Sequence[SwarmMetric]] = get_args(SwarmMetric)
 
 
 @written_once(Callback)
-class SwarmMonitor(_Callback):
+class SwarmMonitor(CallbackBase):
     """Logs a run's speed, waiting time and traffic to the Trainer's loggers, every `log_every_n_steps` steps.
 
     In a swarm, a Trainer with a logger has a `SwarmMonitor` by default, which does not log to a `CSVLogger`. Pass your
