@@ -16,6 +16,7 @@ from typing import Final
 
 from lightning_swarm.cli.arguments import add_address, add_visitor_arguments
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.extras import require_extra
 from lightning_swarm.core.process import leaving_on_signals
 from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.serving.http_access import is_local
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, seconds in (("--every", arguments.every), ("--timeout", arguments.timeout)):
         if not 0.1 <= seconds <= threading.TIMEOUT_MAX:
             raise ConfigError(f"`{name}` must be a number of seconds from 0.1 on, got {seconds:g}. Correct it.")
-    _require_packages()
+    require_extra("dashboard", "the dashboard")
     inherited = socket.socket(fileno=arguments.fd) if arguments.fd is not None else None
     with closing(inherited or _listen(arguments.host, arguments.port)) as listening:
         return _serve(arguments, address, listening)
@@ -125,16 +126,4 @@ def _listen(host: str, port: int) -> socket.socket:
         raise ConfigError(
             f"`--host` and `--port` must be an address of this machine and a free port, got {host!r} and {port}: "
             f"{error}. Choose others."
-        ) from error
-
-
-def _require_packages() -> None:
-    try:
-        import prometheus_client  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the dashboard needs uvicorn, starlette and prometheus-client. Run: "
-            'pip install "lightning-swarm[dashboard]"'
         ) from error

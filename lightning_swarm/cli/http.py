@@ -14,6 +14,7 @@ from typing import Final
 from lightning_swarm.cli.given_invitation import INVITE_HELP, invitation_file
 from lightning_swarm.cli.output import say
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.extras import require_extra
 from lightning_swarm.core.process import collecting_rarely
 from lightning_swarm.serving.http_access import is_local
 from lightning_swarm.serving.http_queue import DEFAULT_LIMITS, QueueLimits
@@ -175,7 +176,7 @@ def run_http(arguments: argparse.Namespace) -> int:
         from lightning_swarm.serving.remote_model import remote_model
         from lightning_swarm.serving.texts import ServedText
 
-    http_server.require_packages()
+    require_extra("http", "the HTTP endpoint")
     served: list[ServedText] = []
     with contextlib.ExitStack() as closing:
         invite = closing.enter_context(invitation_file(arguments.invite))

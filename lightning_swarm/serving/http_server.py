@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.extras import require_extra
 from lightning_swarm.serving.grammar import Grammar, grammar_of
 from lightning_swarm.serving.http_access import UNRESTRICTED, Access, Guarded, client_of, names_of
 from lightning_swarm.serving.http_answers import AnswerForm, Form, error_answer, status_of
@@ -345,19 +345,6 @@ class _CountingRequests:
             self._metrics.requests.labels(path, str(scope.get(STREAM_STATUS, status))).inc()
 
 
-def require_packages() -> None:
-    """Raise a ConfigError if a package that the endpoint needs is not installed."""
-    try:
-        import llguidance  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the HTTP endpoint needs uvicorn, starlette, llguidance and prometheus-client. Run: "
-            'pip install "lightning-swarm[http]"'
-        ) from error
-
-
 def run(
     served: Sequence[ServedText],
     *,
@@ -372,7 +359,7 @@ def run(
 
     If `host` is local, requests must address the endpoint by a name of this machine or one of `allowed_hosts`.
     """
-    require_packages()
+    require_extra("http", "the HTTP endpoint")
     import uvicorn
 
     from lightning_swarm.serving.http_connections import Connection

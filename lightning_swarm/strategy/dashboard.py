@@ -7,8 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -16,23 +15,19 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.extras import require_extra
 from lightning_swarm.core.rebase import written_once
-
-if TYPE_CHECKING:
-    _Callback = Callback
-else:
-    _Callback = object
+from lightning_swarm.strategy.framework import CallbackBase
 
 __all__ = ["Dashboard"]
 
 _log = logging.getLogger(__name__)
 _HOST: Final = "127.0.0.1"
-_PACKAGES: Final = ("uvicorn", "starlette", "prometheus_client")  # the extra `dashboard`
 _END_S: Final = 10.0  # until a page that does not end is killed
 
 
 @written_once(Callback)
-class Dashboard(_Callback):
+class Dashboard(CallbackBase):
     """Shows the run on a page for a browser while it trains, as ``lightning-swarm dashboard`` does.
 
     The page's address, such as ``http://127.0.0.1:8080/``, is logged once; it is open to this machine only. A process
@@ -77,11 +72,7 @@ class Dashboard(_Callback):
             _log.warning("The run continues without a page: %s", error)
 
     def _listen(self) -> socket.socket:
-        if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-            raise ConfigError(
-                f"`Dashboard` needs {', '.join(missing)}. Leave it out, or run: "
-                'pip install "lightning-swarm[dashboard]"'
-            )
+        require_extra("dashboard", "`Dashboard`", "Leave it out, or run:")
         try:
             return socket.create_server((_HOST, self.port))
         except OSError as error:

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 
 from lightning_swarm import Dashboard
+from lightning_swarm.core import extras
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.strategy import dashboard
@@ -64,7 +65,7 @@ def test_a_port_in_use_and_missing_packages_are_errors_before_training(
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"must be a free port of this machine, got {port}: .* or 0 for any"):
             fit(Dashboard(port))
-    monkeypatch.setattr(dashboard, "_PACKAGES", ("sys", "no_such_package"))
+    monkeypatch.setitem(extras.PACKAGES, "dashboard", ("sys", "no_such_package"))
     with pytest.raises(
         ConfigError, match=r"needs no_such_package. Leave it out, or run: pip install .lightning-swarm\[dashboard\]"
     ):
