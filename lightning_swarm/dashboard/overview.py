@@ -98,8 +98,7 @@ def overview_of(report: Report, address: str, now_s: float, steps_per_minute: fl
     numbers["answering_peers"] = num_peers - num_silent
     if isinstance(report, ModelReport):
         stages = [_stage(holders) for holders in _holders(report.servers, len(report.stage_bytes))]
-        # A text has a session at a server of each stage.
-        numbers |= {"tokens_per_second": report.tokens_per_s, "texts": max(stage.load for stage in stages)}
+        numbers |= {"tokens_per_second": report.tokens_per_s, "texts": report.num_texts}
         join = (
             f"lightning-swarm serve --listen 0.0.0.0:31337 --join {address}",
             f'lightning-swarm generate {address} --prompt "Once upon a time"',

@@ -52,6 +52,12 @@ class ModelReport:
         return f"{self.kind} {self.model[:12]}, {self.weights}"
 
     @property
+    def num_texts(self) -> int:
+        """Open texts; each has a session at a server of each stage."""
+        stages = range(len(self.stage_bytes))
+        return max(sum(server.num_texts for server in self.servers if stage in server.stages) for stage in stages)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens that the model computes, of prompts and of new text; each passes one server of each stage."""
         return sum(server.tokens_per_s * len(server.stages) for server in self.servers) / len(self.stage_bytes)
@@ -96,9 +102,7 @@ def model_table(report: ModelReport) -> str:
     held = [server.stages for server in report.servers if not server.is_leaving]
     counts = [sum(stage in served for served in held) for stage in stages]
     single = [stage for stage in stages if counts[stage] == 1]
-    # A text has a session at a server of each stage.
-    num_texts = max(sum(server.num_texts for server in report.servers if stage in server.stages) for stage in stages)
-    texts = f"{num_texts} text{'s' if num_texts != 1 else ''}, {report.tokens_per_s:.1f} tokens/s"
+    texts = f"{report.num_texts} text{'s' if report.num_texts != 1 else ''}, {report.tokens_per_s:.1f} tokens/s"
     lines = [f"model {report.name}: {texts}", coverage(report.stage_bytes, held)]
     if single and len(single) < len(stages):
         lines.append(f"No other server could continue the texts of {named_stages(single)}.")
