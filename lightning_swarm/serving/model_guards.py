@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 
-# method -> (what is refused, remedy)
+# method -> (refused act, remedy)
 _REFUSED: Final = {
     "save_pretrained": ("saved", "Copy the folder from its servers, or save an adapter by peft's `save_pretrained`"),
     "push_to_hub": ("uploaded", "Upload the folder from its servers, or an adapter by peft's `push_to_hub`"),

@@ -1,4 +1,4 @@
-"""Shows on a terminal what a joining peer waits for, as a bar that the next line replaces."""
+"""Shows the progress of a joining peer on a terminal, as a bar that the next line replaces."""
 
 from __future__ import annotations
 

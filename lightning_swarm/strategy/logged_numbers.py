@@ -21,7 +21,7 @@ _MAX_AGE_S: Final = 1e6
 
 
 class LoggedNumbers:
-    """Follows what Lightning logs: numbers of batches once a second, and all that loggers receive, if there are any."""
+    """Reads the numbers of batches once a second, and all numbers that loggers receive, if there are any."""
 
     def __init__(self, trainer: Trainer, peer: Peer, clock: Callable[[], float] = time.monotonic) -> None:
         self._trainer, self._peer, self._clock = trainer, peer, clock
